@@ -127,19 +127,10 @@ class DeviceScores:
 
     def _scored(self, x: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """fp64 [rows, 3]: the best token of the reduced vocabulary, its logit, and that of the draft token."""
-        size = x.shape[1]
+        size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
         out = torch.empty(len(x), 3, dtype=torch.float64, device=x.device)
         self._kernel.launch(
-            draft_logit_kernel,
-            (len(x),),
-            x,
-            self._rows,
-            places,
-            found,
-            out,
-            size,
-            FOUND=found.shape[1],
-            WIDTH=triton.next_power_of_2(size),
+            draft_logit_kernel, (len(x),), x, self._rows, places, found, out, size, FOUND=found.shape[1], WIDTH=width
         )
         return out
 

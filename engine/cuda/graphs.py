@@ -23,6 +23,7 @@ from engine.ops import Ops, Recordable
 PADDED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # a token of each request of a drafter with its default capacity
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # torch keeps memory of a pool, and of cuBLAS, apart by stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,8 @@ class GraphedModel(CausalModel):
     def _replayed(
         self, rows: Sequence[PackedSpan], padded_rows: int, cache: KvCache, layers: tuple[int, ...]
     ) -> tuple[Hashable, Sequence[Tensor], Recordable]:
-        host = pack(
-            rows,
-            cache.block_len,
-            self._inverse_frequencies,
-            self.device,
-            num_padding=padded_rows - len(rows),
-            table_width=min(cache.num_blocks, -(-self.config.max_len // cache.block_len)),
-        )
+        num, width = padded_rows - len(rows), min(cache.num_blocks, -(-self.config.max_len // cache.block_len))
+        host = pack(rows, cache.block_len, self._inverse_frequencies, self.device, num_padding=num, table_width=width)
         key = (padded_rows, cache.keys.data_ptr(), layers)
         return key, (host.buffer,), lambda buffers: self._pass(host.layout(buffers[0]), cache, layers)
 
@@ -118,11 +113,11 @@ def record(
     compute: Callable[[], tuple[Tensor, ...]], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes. Other threads may use the
-    device meanwhile: the capture restricts only its own thread. The current stream is captured, unless it is the default
-    one, which cannot be."""
+    device meanwhile: the capture restricts only its own thread. The current stream is captured, and in place of the default
+    one, which cannot be, always the same other one."""
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    stream = torch.cuda.Stream(device) if current == default else current
     with _CAPTURING:
+        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device)) if current == default else current
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_NUM_WARMUPS):

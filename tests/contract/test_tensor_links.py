@@ -9,12 +9,13 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,13 +169,8 @@ def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(kind: str, monk
     link.close()
 
 
-HEADER = {
-    "parts": [{"request_id": "a", "start": 0, "stop": 2, "told_len": 2}],
-    "ended": [],
-    "shape": [2, 4],
-    "dtype": "float32",
-}
-PART = HEADER["parts"][0]
+PART = {"request_id": "a", "start": 0, "stop": 2, "told_len": 2}
+HEADER = {"parts": [PART], "ended": [], "shape": [2, 4], "dtype": "float32"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,22 +383,33 @@ def test_a_caller_that_was_not_met_is_not_met_later(monkeypatch: pytest.MonkeyPa
     link.close()
 
 
-def test_a_communicator_that_fails_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "is_taken"), [("ab", True), ("aa", False), (("a", ""), False)])
+def test_nccl_takes_rows_between_two_gpus_alone(gpus: Sequence[str], is_taken: bool) -> None:
+    """It refuses one GPU twice, and waits without end for a peer that has its rows in host memory."""
+    end, left, made = End(), list(gpus), mock.Mock()
+    with mock.patch.multiple(groups, _gpu_of=lambda _: left.pop(), _nccl_pair=made):
+        link, _ = link_by("gloo", end)
+    assert made.call_count == 2 * is_taken
+    if not is_taken:
+        link.send(frame(1))
+        assert torch.equal(end.frames.get(timeout=DEADLINE_S).rows, frame(1).rows)
+    link.close()
+
+
+def test_a_communicator_that_fails_ends_no_process() -> None:
     """torch reads how errors of NCCL are handled when a group is made; others made here keep their own way."""
-    seen = []
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", list[str | None]()
 
     class Group:
         Options = SimpleNamespace
 
         def __init__(self, *_: object) -> None:
-            seen.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            seen.append(os.environ.get(name))
 
-    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Group, raising=False)
-    for before in ("1", None):
-        if before is None:
-            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-        else:
-            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
-        groups._nccl_pair(HashStore(), 0)
-        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+    with mock.patch.object(groups.dist, "ProcessGroupNCCL", Group, create=True), mock.patch.dict(os.environ):
+        for before in ({name: "1"}, {}):
+            os.environ.pop(name, None)
+            os.environ.update(before)
+            groups._nccl_pair(HashStore(), 0)
+            assert os.environ.get(name) == before.get(name)
     assert seen == ["2", "2"]

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import cycle, product, takewhile
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -179,33 +179,22 @@ def copies_are_complete_before_they_are_read(place: Place, folder: Path) -> None
 def threads_use_the_device_while_graphs_are_captured(place: Place, folder: Path) -> None:
     write_family("llama", folder)
     models = [loaded(place, folder) for _ in range(2 if place.is_gpu else 1)]
-    errors: list[Exception] = []
     done = threading.Event()
+    least, more = (2**22, 2**19) if place.is_gpu else (1, 1)
 
     def allocate() -> None:
-        size = 2**22 if place.is_gpu else 1
-        try:
-            while not done.is_set():
-                size += 2**21 if place.is_gpu else 1  # never what a freed block has: the driver is asked each time
-                torch.ones(size, device=place.device).sum().item()
-        except RuntimeError as error:
-            errors.append(error)
+        """Each time more than any freed block has, so that the driver is asked; of 18 GiB, since torch frees no blocks while
+        it captures."""
+        for number in takewhile(lambda _: not done.is_set(), cycle(range(128))):
+            torch.ones(least + number * more, device=place.device).sum().item()
 
-    def capture(model: CausalModel) -> None:
-        try:
-            model.warm_up(model.new_cache(8, BLOCK_LEN))
-        except RuntimeError as error:
-            errors.append(error)
-
-    allocating = threading.Thread(target=allocate)
-    capturing = [threading.Thread(target=capture, args=(model,)) for model in models]
-    for thread in (allocating, *capturing):
-        thread.start()
-    for thread in capturing:
-        thread.join()
-    done.set()
-    allocating.join()
-    assert not errors, errors
+    with ThreadPoolExecutor() as threads:
+        allocated = threads.submit(allocate)
+        captured = [threads.submit(model.warm_up, model.new_cache(8, BLOCK_LEN)) for model in models]
+        wait(captured)
+        done.set()
+    for one in (allocated, *captured):
+        one.result()
 
 
 def noise_is_that_of_the_cpu(place: Place, folder: Path) -> None:

@@ -71,12 +71,16 @@ def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.Log
     assert "measured again" in caplog.text
 
 
-def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(
-        model=ModelConfig(name=str(tiny_model_folder)),
+def config_of(model: Path, state: Path) -> Config:
+    return Config(
+        model=ModelConfig(name=str(model)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=StateConfig(folder=tmp_path)),
+        cluster=ClusterConfig(state=StateConfig(folder=state)),
     )
+
+
+def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tiny_model_folder, tmp_path)
     first = load_target(config, remembers=True)[2]
     monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
     checked = []
@@ -89,14 +93,9 @@ def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypa
 def test_costs_that_a_check_contradicts_are_measured_again(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config(
-        model=ModelConfig(name=str(tiny_model_folder)),
-        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=StateConfig(folder=tmp_path)),
-    )
-    monkeypatch.setattr(loading, "measure_cost", lambda engine: STEEP)
+    config, measured = config_of(tiny_model_folder, tmp_path), [TABLE, STEEP]
+    monkeypatch.setattr(loading, "measure_cost", lambda engine: measured.pop())
     assert load_target(config, remembers=True)[2].base == STEEP
-    monkeypatch.setattr(loading, "measure_cost", lambda engine: TABLE)
     assert load_target(config, remembers=True)[2].base == TABLE
     assert "measured again" in caplog.text
     monkeypatch.setattr(loading, "is_too_steep", lambda cost, engine: False)
@@ -106,11 +105,7 @@ def test_costs_that_a_check_contradicts_are_measured_again(
 def test_a_state_folder_that_cannot_be_used_stops_no_target(
     tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config(
-        model=ModelConfig(name=str(tiny_model_folder)),
-        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=StateConfig(folder=Path("/proc/outrider"))),  # nobody can write there
-    )
+    config = config_of(tiny_model_folder, Path("/proc/outrider"))  # nobody can write there
     assert loading.stored_profile(config) is None
     assert load_target(config, remembers=True)[2].step_s(1, 0) > 0
     assert "cannot be stored" in caplog.text

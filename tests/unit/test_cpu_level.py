@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from engine import cpu_level as levels
 from engine.compiling import NoCompiler, load_compiled
 from engine.cpu_level import CpuLevel, cpu_level, level_of, machine_level, possible_levels
 from tests.support.compiler import needs_compiler
-from tests.support.cpu_levels import environment_of
+from tests.support.cpu_levels import environment_of, pretend
 
 OWN = machine_level()
 LOWER = possible_levels(OWN)[:-1]
@@ -67,8 +68,7 @@ def test_by_default_the_level_is_the_machines_own(value: str | None, monkeypatch
 
 
 def test_the_variable_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "machine_level", lambda: "amx")
-    monkeypatch.setenv("OUTRIDER_CPU", "avx512")
+    pretend(monkeypatch, "avx512", "amx")
     assert str(cpu_level()) == "avx512, lowered from amx by OUTRIDER_CPU"
     assert [cpu_level().includes(level) for level in (*levels.X86_LEVELS, "neon")] == [True] * 3 + [False] * 3
 
@@ -82,8 +82,7 @@ def test_the_variable_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_level_that_the_machine_lacks_is_refused(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "machine_level", lambda: "avx2")
-    monkeypatch.setenv("OUTRIDER_CPU", value)
+    pretend(monkeypatch, value, "avx2")
     with pytest.raises(InvalidField, match=message):
         cpu_level()
 
@@ -164,66 +163,47 @@ def test_torch_onednn_and_mkl_follow(name: str) -> None:
         assert "Advanced Vector Extensions" not in said
 
 
-@pytest.fixture
-def amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that says that it has AMX, and a user who has set nothing; what is set is undone."""
-    for variable in ("OUTRIDER_CPU", *cpu_setup.VARIABLES):
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+AT_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "level", "own", "expected"),
+    [
+        (1, "amx", {}, {}),
+        (0, "amx", {}, WITHOUT_AMX),
+        *((0, "amx", {variable: "AVX2"}, {variable: "AVX2"}) for variable in cpu_setup.ONEDNN_VARIABLES),
+        ("not asked", "avx2", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, AT_AVX2),
+        (NoCompiler("no C compiler found"), "amx", {}, WITHOUT_AMX),
+    ],
+    ids=str,
+)
+def test_onednn_leaves_amx_out_where_its_tiles_have_no_sizes_unless_the_user_limits_it(
+    sizes: object,
+    level: str,
+    own: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A lowered level overrides the user's limit. What is set is undone."""
+
+    def load(*_: object) -> SimpleNamespace:
+        if isinstance(sizes, NoCompiler):
+            raise sizes
+        assert isinstance(sizes, int), "asked"
+        return SimpleNamespace(tells_tile_sizes=lambda: sizes)
+
+    for variable in cpu_setup.VARIABLES:
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
-    monkeypatch.setattr(levels, "machine_level", lambda: "amx")
-
-
-class Library:
-    def __init__(self, tells: bool) -> None:
-        self._tells = tells
-
-    def tells_tile_sizes(self) -> int:
-        return int(self._tells)
-
-
-def limits() -> dict[str, str]:
-    return {name: os.environ[name] for name in cpu_setup.VARIABLES if name in os.environ}
-
-
-@pytest.mark.usefixtures("amx")
-@pytest.mark.parametrize(("tells", "expected"), [(True, {}), (False, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"})])
-def test_onednn_leaves_amx_out_where_its_tiles_have_no_sizes(
-    tells: bool, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: Library(tells))
+    for variable, value in own.items():
+        monkeypatch.setenv(variable, value)
+    pretend(monkeypatch, level, "amx")
+    monkeypatch.setattr(cpu_setup, "load_compiled", load)
     cpu_setup.configure_cpu()
-    assert limits() == expected
-
-
-@pytest.mark.usefixtures("amx")
-@pytest.mark.parametrize("variable", cpu_setup.ONEDNN_VARIABLES)
-def test_a_limit_that_the_user_has_set_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: Library(False))
-    monkeypatch.setenv(variable, "AVX2")
-    cpu_setup.configure_cpu()
-    assert limits() == {variable: "AVX2"}
-
-
-@pytest.mark.usefixtures("amx")
-def test_a_lowered_level_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: pytest.fail("asked"))
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
-    monkeypatch.setenv("OUTRIDER_CPU", "avx2")
-    cpu_setup.configure_cpu()
-    assert limits() == {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-
-
-@pytest.mark.usefixtures("amx")
-def test_without_a_compiler_onednn_leaves_amx_out_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def none(*_: object) -> None:
-        raise NoCompiler("no C compiler found")
-
-    monkeypatch.setattr(cpu_setup, "load_compiled", none)
-    cpu_setup.configure_cpu()
-    assert limits() == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-    assert "no C compiler found" in caplog.text
+    assert {name: os.environ[name] for name in cpu_setup.VARIABLES if name in os.environ} == expected
+    assert ("no C compiler found" in caplog.text) == isinstance(sizes, NoCompiler)
 
 
 @needs_compiler

@@ -21,11 +21,10 @@ from cluster.config import (
     ModelOptions,
     NgramOptions,
 )
-from engine import cpu_level, dtypes
+from engine import dtypes
 from engine.compiling import NoCompiler
-from engine.cpu import packed
 from engine.cpu.packed import packed_linear, product_dtype
-from engine.cpu_level import AVX2, AVX512_BF16, CpuLevel, machine_level, possible_levels
+from engine.cpu_level import AVX2, AVX512_BF16, machine_level, possible_levels
 from engine.dtypes import choose_dtype, resolve_dtypes
 from engine.factory import make_ops
 from engine.models.config import load_config
@@ -33,7 +32,7 @@ from engine.models.manifest import TENSORS
 from engine.models.weights import LinearWeight
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
-from tests.support.cpu_levels import ROOT, environment_of
+from tests.support.cpu_levels import ROOT, environment_of, pretend
 
 CPU = torch.device("cpu")
 
@@ -42,8 +41,7 @@ CPU = torch.device("cpu")
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, level = request.param
     dtypes._log.cache_clear()
-    monkeypatch.setattr(dtypes, "kernels_fault", lambda: None if compiler else "no C compiler found")
-    monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
+    pretend(monkeypatch, level, kernels=compiler is not None)
 
 
 CASES = [
@@ -138,7 +136,7 @@ def test_auto_is_as_shipped_where_that_is_fastest(
 @pytest.mark.parametrize("biased", [False, True])
 def test_torch_multiplies_bfloat16_in_fp32_where_it_is_slow(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where oneDNN would lay out weights in bfloat16, as on this machine perhaps."""
-    monkeypatch.setattr(packed, "cpu_level", lambda: cpu_level.CpuLevel(AVX2, AVX2))
+    pretend(monkeypatch, AVX2)
     assert product_dtype(torch.bfloat16, CPU) == torch.float32
     assert product_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
     kinds = []
@@ -187,7 +185,7 @@ def test_the_log_says_what_weights_are_held_in_without_kernels(
         raise NoCompiler("no C compiler found")
 
     monkeypatch.setattr("engine.cpu.ops.load_library", unavailable)
-    monkeypatch.setattr(packed, "cpu_level", lambda: CpuLevel(AVX2, AVX2))
+    pretend(monkeypatch, AVX2)
     config = replace(load_config(tiny_model_folder), head_dim=64)
     assert type(make_ops(config, torch.bfloat16, CPU)) is TorchOps
     assert "several times slower: no C compiler found; weights are held in float32" in caplog.text

@@ -96,12 +96,16 @@ def test_this_machine_tells_sound_numbers() -> None:
     assert 0 < available_memory_bytes() <= psutil.virtual_memory().total
 
 
+def on_cores(monkeypatch: pytest.MonkeyPatch, cpus: set[int], topologies: Path, quota: float | None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus, raising=False)
+    monkeypatch.setattr(hardware, "_CPUS", topologies)
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+
+
 def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     siblings = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5", 2: "2", 3: "3"}
     write(tmp_path, {f"cpu{cpu}/topology/thread_siblings_list": told for cpu, told in siblings.items()})
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4, 5, 2}, raising=False)
-    monkeypatch.setattr(hardware, "_CPUS", tmp_path)
-    monkeypatch.setattr(hardware, "cpu_quota", lambda: None)
+    on_cores(monkeypatch, {0, 4, 5, 2}, tmp_path, None)
     assert num_cores() == 3
 
 
@@ -109,9 +113,7 @@ def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_quota_bounds_the_cores(
     quota: float | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(hardware, "_CPUS", tmp_path)  # without topologies: every CPU counts as a core
-    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    on_cores(monkeypatch, set(range(8)), tmp_path, quota)  # without topologies: every CPU counts as a core
     assert num_cores() == expected
 
 

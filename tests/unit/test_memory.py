@@ -16,21 +16,19 @@ from cluster.config import (
     TableOptions,
     TargetConfig,
 )
-from deploy import memory
 from deploy.local_ray import LaunchError
 from deploy.memory import BASE_BYTES, check_memory, sized
 from drafters import footprint
 from drafters.footprint import CUDA_BYTES, VLLM_BYTES, target_footprint, target_footprints
 from drafters.registry import feature_layers
-from engine import dtypes as held
-from engine.cpu_level import AVX2, CpuLevel
-from engine.dtypes import held_dtype
+from engine.dtypes import choose_dtype, held_dtype
 from engine.kv_cache import num_blocks_for
 from engine.model_facts import ModelFacts, read_facts
 from engine.model_facts import max_model_len as max_model_len_of
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from tests.support.compiler import needs_compiler
+from tests.support.cpu_levels import pretend
 from tests.support.dspark import write_dspark, write_speculators
 from tests.support.tiny_model import write_tiny_model
 
@@ -50,9 +48,13 @@ def dspark(tmp_path: Path, folder: Path) -> DrafterConfig:
     return DrafterConfig(name="block", options=CascadeOptions(members=(options, TableOptions())))
 
 
+def free(monkeypatch: pytest.MonkeyPatch, gb: float) -> None:
+    monkeypatch.setattr("deploy.memory.available_memory_bytes", lambda: int(gb * GB))
+
+
 def asked(config: Config, free_gb: float, monkeypatch: pytest.MonkeyPatch) -> float:
     """GB that are said to be needed where they are not free."""
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: int(free_gb * GB))
+    free(monkeypatch, free_gb)
     with pytest.raises(LaunchError, match=r"lower target.kv_cache_gb") as refused:
         check_memory(config)
     found = re.search(r"needs about ([\d.]+) GB .*, ([\d.]+) GB are free", str(refused.value))
@@ -83,9 +85,9 @@ def test_the_longest_sequence_is_what_model_and_cache_allow(tiny_model_folder: P
 
 
 def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 6 * GB)
+    free(monkeypatch, 6)
     check_memory(config_of(tiny_model_folder, kv_cache_gb=4))
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
+    free(monkeypatch, 0)
     check_memory(config_of(tiny_model_folder, device="cuda"))
 
 
@@ -169,7 +171,7 @@ def test_a_target_that_its_gpu_cannot_hold_says_what_takes_how_much(
 def test_vllm_counts_and_holds_the_dtype_that_it_computes_in(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(AVX2, AVX2))
+    pretend(monkeypatch, "avx2")
     native = config_of(tiny_model_folder, dtype="float32")
     vllm = config_of(tiny_model_folder, dtype="auto", engine="vllm")
     native_total, facts = target_footprint(native).total, read_facts(native, tiny_model_folder)
@@ -237,8 +239,7 @@ def test_every_rank_counts_with_its_part_of_the_weights(tmp_path: Path) -> None:
 def test_the_dtype_that_weights_are_held_in(
     dtype: str, level: str, has_compiler: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(level, "amx"))
-    monkeypatch.setattr(held, "kernels_fault", lambda: None if has_compiler else "no C compiler found")
+    pretend(monkeypatch, level, "amx", kernels=has_compiler)
     assert held_dtype(dtype) == expected
 
 
@@ -262,12 +263,11 @@ def test_wider_weights_for_want_of_a_compiler_are_counted_and_named(
 ) -> None:
     """Of a model of 135 million parameters, whose embedding stays as it is stored."""
     config = config_of(model_folder)
-    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel("avx2", "avx2"))
+    pretend(monkeypatch, "avx2")
     narrow = target_footprint(config).weight_bytes
-    monkeypatch.setattr(held, "kernels_fault", lambda: "no C compiler found")
-    monkeypatch.setattr(memory, "kernels_fault", lambda: "no C compiler found")
+    pretend(monkeypatch, "avx2", kernels=False)
     assert 1.7 < target_footprint(config).weight_bytes / narrow < 2.1
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
+    free(monkeypatch, 0)
     with pytest.raises(LaunchError, match=r"weights are held in float32, since kernels are not available: no C compiler"):
         check_memory(config)
 
@@ -292,5 +292,5 @@ def test_places_of_adapters_count(tiny_model_folder: Path) -> None:
         config = config_of(tiny_model_folder, engine="vllm", device=device, vllm=places)
         plain = config_of(tiny_model_folder, engine="vllm", device=device)
         one, other = (target_footprints(each, facts_of(tiny_model_folder))[0] for each in (config, plain))
-        element = 2 if device == "cuda" else footprint.DTYPE_BYTES[held.choose_dtype("auto", "cpu", engine="vllm")]
+        element = 2 if device == "cuda" else footprint.DTYPE_BYTES[choose_dtype("auto", "cpu", engine="vllm")]
         assert one.weight_bytes - other.weight_bytes == 3 * 8 * width * element * copies

@@ -38,8 +38,8 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     def nobody(name: str) -> None:
         raise ValueError(name)
 
-    monkeypatch.setattr(ray_pool.ray, "get_actor", nobody)
-    monkeypatch.setattr(ray_pool.ray, "remote", lambda **_: lambda kind: SimpleNamespace(options=options_of))
+    remote = lambda **_: lambda kind: SimpleNamespace(options=options_of)  # noqa: E731
+    monkeypatch.setattr(ray_pool, "ray", SimpleNamespace(get_actor=nobody, remote=remote))
     await spawner.control("router")
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]
@@ -83,8 +83,8 @@ def test_the_cpu_level_reaches_the_actors_of_a_cluster_that_is_joined(
     else:
         monkeypatch.setenv("OUTRIDER_CPU", level)
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(deployment.ray, "init", lambda **options: asked.append(options))
-    monkeypatch.setattr(deployment.ray, "get_runtime_context", MagicMock())
+    ray = SimpleNamespace(init=lambda **options: asked.append(options), get_runtime_context=MagicMock())
+    monkeypatch.setattr(deployment, "ray", ray)
     monkeypatch.setattr(deployment, "asks_for_token", lambda _: True)
     config = Config()
     joined = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})

@@ -1,6 +1,6 @@
 """Tensor links of pairs of processes: over memory that both share (``shared.py``) where both are on one machine and rows in
-host memory; else over torch.distributed, gloo for headers and rows in host memory; NCCL, on a stream of its own, for rows on
-GPUs.
+host memory; else over torch.distributed: gloo for headers, and for rows unless both ends are on a GPU of their own, between
+which NCCL takes them, on a stream of its own.
 
 The target's process listens (``Meeting``); a drafter calls (``call``) once its control link is up, and is called back by
 number (``answer``), so that an end that was lost is never met again. As between ranks, ends do not authenticate each other:
@@ -114,8 +114,12 @@ class GroupWire:
         self._ready: Any = None  # of the newest rows, on a GPU
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self._group = _nccl_pair(PrefixStore("device", store), rank)
             self._stream = torch.cuda.Stream(device)
+        own = _gpu_of(device)
+        store.set(f"gpu/{rank}", own)
+        self._between = torch.device("cpu")  # memory from and to which rows travel
+        if own and (other := store.get(f"gpu/{1 - rank}").decode()) and other != own:  # NCCL refuses a GPU twice
+            self._group, self._between = _nccl_pair(PrefixStore("device", store), rank), device
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -132,7 +136,7 @@ class GroupWire:
             with self._on_stream():
                 if self._stream is not None:
                     self._stream.wait_event(self._ready)
-                self._wait(self._group.send([frame.rows.contiguous()], self._other, 0))
+                self._wait(self._group.send([frame.rows.to(self._between).contiguous()], self._other, 0))
 
     def receive(self) -> Frame:
         length = torch.zeros(1, dtype=torch.int64)
@@ -145,14 +149,15 @@ class GroupWire:
         rows: Tensor | None = None
         if told.dtype:
             with self._on_stream():
-                rows = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device=self._device)
+                rows = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device=self._between)
                 self._wait(self._group.recv([rows], self._other, 0))
+                rows = rows.to(self._device)
             if self._stream is not None:  # read from here on the stream of this thread, which may outlast the frame
                 rows.record_stream(torch.cuda.current_stream(self._device))
         return Frame(told.parts, told.ended, rows)
 
     def leave(self) -> None:
-        if self._stream is not None:
+        if self._between.type == "cuda":
             self._group.abort()  # what is under way with a peer that is lost never ends
         self._host_group = self._group = None
 
@@ -234,6 +239,11 @@ def _receiving(store: Store, host: str, device: torch.device) -> Wire:
     if reached is not None:
         return shared.joined(reached, SILENCE_S)
     return GroupWire(store, _RECEIVER, host, device)
+
+
+def _gpu_of(device: torch.device) -> str:
+    """Names the GPU among those of all machines; empty for host memory."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _nccl_pair(store: Store, rank: int) -> Any:
