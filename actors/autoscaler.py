@@ -18,7 +18,7 @@ from actors.processes import ProcessPool, ProcessState
 from actors.target import TargetReport
 from cluster.client import ScaleCounts, ScaleEvent
 from cluster.config import Config
-from cluster.drafting_counts import merged
+from cluster.counts import merged
 from router.assignment import drafter_of
 from router.scaling.configured import CostTables, fleet_limits, fleet_scaler
 from router.scaling.policy import FleetScaler

@@ -11,7 +11,7 @@ from actors.router import RouterReport
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ChainStatus, ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import Config, DrafterConfig, SupervisionConfig
-from cluster.drafting_counts import merged
+from cluster.counts import merged
 from router.residency import ModelPool
 
 # Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.

@@ -10,8 +10,8 @@ from functools import partial
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.messages import Hello, Role
+from cluster.transport import connect, listen
 from cluster.transport.base import Mailbox
-from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
 from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop

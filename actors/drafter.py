@@ -9,7 +9,7 @@ from cluster.config import DrafterConfig, HiddenStateOptions, ObservabilityConfi
 from cluster.cpu_scheduling import run_in_foreground
 from cluster.messages import Hello, Role
 from cluster.spans import open_spans
-from cluster.transport.factory import listen
+from cluster.transport import listen
 from cluster.types import ModelInfo
 from drafters.draft_spans import DraftSpans
 from drafters.loop import DrafterLoop

@@ -31,7 +31,7 @@ from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured
 from cluster.placement import TARGET_PREFIX, drafter_group, drafter_name, target_group, target_name
-from cluster.transport.factory import bracketed
+from cluster.transport import bracketed
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import Chain, member_name
 from router.drafter.router import SlotReport

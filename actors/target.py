@@ -13,8 +13,8 @@ from actors.processes import Process
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
+from cluster.counts import NO_DRAFTS, DraftingCounts
 from cluster.cpu_scheduling import run_in_foreground
-from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
@@ -102,7 +102,7 @@ class TargetActor(LoopActor):
         configure_cpu()
         from actors.colocated_drafters import divide, link_colocated, load_with_colocated
         from cluster.spans import open_spans
-        from cluster.transport.factory import at_node, listen
+        from cluster.transport import at_node, listen
         from drafters.draft_spans import DraftSpans
         from engine.admission import AdmissionRules
         from engine.loading import stored_profile
@@ -173,7 +173,7 @@ class TargetActor(LoopActor):
         return FeatureFeeds(self._engine, layers, host) if remote else None
 
     def _info(self) -> TargetInfo:
-        from cluster.transport.factory import as_seen_from_elsewhere
+        from cluster.transport import as_seen_from_elsewhere
 
         address = as_seen_from_elsewhere(self._listener.address, self._node_host())
         return TargetInfo(os.getpid(), self._name, address, self._model, self._loop.status().draining)

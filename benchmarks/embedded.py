@@ -21,8 +21,8 @@ from benchmarks.completion import Completing, Completion
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig
 from cluster.messages import Hello, Role
+from cluster.transport import connect, listen
 from cluster.transport.base import Link, Mailbox
-from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter

@@ -19,8 +19,8 @@ from benchmarks.server import ServerProcess
 from benchmarks.unsound import Unsound
 from cluster.errors import InvalidField, OutriderError
 from cluster.messages import Hello, Role
+from cluster.transport import connect
 from cluster.transport.base import LinkDown, Mailbox
-from cluster.transport.factory import connect
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 

@@ -4,9 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
-from cluster.histograms import HistogramCounts
-from cluster.slo import SloCounts
+from cluster.counts import NO_DRAFTS, DraftingCounts, HistogramCounts, SloCounts
 from cluster.types import Commit, ModelInfo, Request
 
 

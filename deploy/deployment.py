@@ -32,7 +32,7 @@ from cluster.placement import TARGET_PREFIX, PlacementPlan, drafter_name, place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.transport import tls
-from cluster.transport.handshake import read_secret
+from cluster.transport.stream import read_secret
 from cluster.types import ModelInfo
 from deploy import local_ray
 from deploy.api.settings import sampling_defaults

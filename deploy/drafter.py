@@ -10,7 +10,7 @@ from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.model_name import GGUF, HubName, public_name
 from cluster.resolve import resolve
-from cluster.transport.handshake import read_secret
+from cluster.transport.stream import read_secret
 from cluster.types import ModelInfo
 from deploy.console import shown_progress
 from deploy.model_files import drafter_files

@@ -8,7 +8,7 @@ import httpx
 
 from cluster.config import Config
 from cluster.logs import log_as_configured
-from cluster.transport.factory import bracketed
+from cluster.transport import bracketed
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.dashboard.pages import PAGE

@@ -6,7 +6,7 @@ import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
 
-from cluster.transport.factory import bracketed
+from cluster.transport import bracketed
 from deploy.api.middleware import drop_trailers
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.client import ChainStatus, ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
-from cluster.slo import summed
+from cluster.counts import summed
 from deploy.chat_client import ServerFailed, connect, get
 
 PATH = "/v1/outrider/status"  # returns dataclasses.asdict(ClusterStatus)

@@ -1,6 +1,6 @@
 """Service-level objectives at a target: requests refused because theirs would be missed, and attainment."""
 
-from cluster.slo import SloCounts
+from cluster.counts import SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry

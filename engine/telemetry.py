@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from cluster import messages
-from cluster.histograms import Histogram
+from cluster.counts import Attainment, Histogram
 from cluster.messages import LevelReport
-from cluster.slo import Attainment
 from cluster.types import Commit
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import RECENT, DecayedMean

@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 
 from cluster.config import DraftLengthConfig
+from cluster.counts import Attainment, SloCounts
 from cluster.messages import Hello, OutcomeReport, Role
-from cluster.slo import Attainment, SloCounts
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
 from drafters.sessions import SessionLimits

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from cluster import transport as factory
 from cluster.errors import ModelUnavailable
-from cluster.transport import factory
 from engine.cpu_setup import configure_cpu
 from engine.models.manifest import MANIFEST, TENSORS
 from engine.models.prepare import CATALOGUE, ensure_model

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cluster.config import TlsConfig
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import Hello
+from cluster.transport import connect
 from cluster.transport.base import Link, LinkDown, Mailbox
-from cluster.transport.factory import connect
 
 logger = logging.getLogger(__name__)
 

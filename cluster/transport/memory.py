@@ -11,7 +11,7 @@ from dataclasses import replace
 from cluster.errors import InvalidField, LinkClosed, LinkFull
 from cluster.messages import Hello, Message
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
-from cluster.transport.handshake import refusal, same_secret, version_refusal
+from cluster.transport.stream import refusal, same_secret, version_refusal
 
 SCHEME = "memory://"
 
@@ -106,7 +106,7 @@ class LocalNetwork:
         self._listeners: dict[str, MemoryListener] = {}
 
     def listen(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None) -> MemoryListener:
-        """As ``cluster.transport.factory.listen``."""
+        """As ``cluster.transport.listen``."""
         _check(address)
         listener = MemoryListener(self, address, mailbox, hello, limits or Limits())
         with self._lock:
@@ -118,7 +118,7 @@ class LocalNetwork:
     def connect(
         self, address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.0, limits: Limits | None = None
     ) -> MemoryLink:
-        """As ``cluster.transport.factory.connect``; never waits."""
+        """As ``cluster.transport.connect``; never waits."""
         _check(address)
         with self._lock:
             listener = self._listeners.get(address)

@@ -164,7 +164,7 @@ def _reason(error: grpc.RpcError) -> str:
 
 
 class RpcListener:
-    """As ``cluster.transport.factory.listen``."""
+    """As ``cluster.transport.listen``."""
 
     def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits, tls: TlsConfig | None) -> None:
         host, port = _host_and_port(address)
@@ -252,7 +252,7 @@ class _ThreadPerStream(Executor):
 def connect(
     address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits, tls: TlsConfig | None
 ) -> StreamLink:
-    """As ``cluster.transport.factory.connect``."""
+    """As ``cluster.transport.connect``."""
     host, port = _host_and_port(address)
     try:
         channel = _channel(f"{host}:{port}", limits, tls)

@@ -264,7 +264,7 @@ class _Connection:
 
 
 class UnixListener:
-    """As ``cluster.transport.factory.listen``."""
+    """As ``cluster.transport.listen``."""
 
     def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
         self.address = address
@@ -336,7 +336,7 @@ listen = UnixListener
 
 
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
-    """As ``cluster.transport.factory.connect``."""
+    """As ``cluster.transport.connect``."""
     path = path_of(address)
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

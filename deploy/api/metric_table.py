@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.histograms import HistogramCounts
-from cluster.slo import SloCounts
+from cluster.counts import HistogramCounts, SloCounts
 
 # Upper bounds in seconds. Metrics appends api.request_deadline_s (600 s by default) where it exceeds the last of them.
 CALL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)

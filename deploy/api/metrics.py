@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from cluster.client import ClusterStatus
+from cluster.counts import OTHER, HistogramCounts, SloCounts
 from cluster.errors import LinkClosed
-from cluster.histograms import HistogramCounts
-from cluster.slo import OTHER, SloCounts
 from cluster.types import Adapter, Commit, FinishReason, Slo
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts

@@ -13,7 +13,7 @@ from cluster.errors import InvalidField
 from cluster.messages import Hello, Role
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
-from cluster.transport.handshake import read_secret
+from cluster.transport.stream import read_secret
 from cluster.types import Commit, ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.vllm_plugin.lengths import MeasuredLengths

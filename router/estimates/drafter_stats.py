@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.drafting_counts import DraftingCounts, DraftingTally
+from cluster.counts import DraftingCounts, DraftingTally
 from cluster.types import record
 from router.estimates.decayed import RECENT, UNUSUAL, USUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes

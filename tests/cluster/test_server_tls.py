@@ -10,8 +10,8 @@ from benchmarks.server import ServerProcess
 from cluster.config import Config, TlsConfig, TransportConfig
 from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
+from cluster.transport import connect
 from cluster.transport.base import Mailbox
-from cluster.transport.factory import connect
 from tests.support.certificates import Authority, not_after_s
 from tests.support.servers import served, served_without_ray
 from tests.support.settings import ALWAYS_DRAFTED, small_config

@@ -14,8 +14,8 @@ from benchmarks.interposed.sitecustomize import through_proxy
 from benchmarks.interposer import Interposer
 from benchmarks.link_proxy import LinkProxy
 from cluster.messages import Hello, Role, SubmitRound
+from cluster.transport import connect, listen
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
-from cluster.transport.factory import connect, listen
 from tests.support.waiting import eventually
 
 WAIT_S = 20.0

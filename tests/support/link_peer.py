@@ -8,8 +8,8 @@ import sys
 import threading
 
 from cluster.messages import Hello, Role
+from cluster.transport import connect, listen
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.transport.factory import connect, listen
 
 
 def main(mode: str, address: str) -> None:

@@ -14,9 +14,9 @@ import grpc
 from cluster.config import TlsConfig
 from cluster.errors import LinkFull
 from cluster.messages import Hello, ProposalRound, Role
+from cluster.transport import connect, listen
 from cluster.transport.base import Event, Limits, Link, LinkUp, Listener, Mailbox, Received
 from cluster.transport.codec import Greeting, Refusal, decode, encode
-from cluster.transport.factory import connect, listen
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from cluster.slo import SloCounts
+from cluster.counts import SloCounts
 from cluster.types import FinishReason
 from deploy.api.metric_table import METRICS, objective_counts
 from deploy.api.metrics import REPLICA

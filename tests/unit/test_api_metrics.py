@@ -9,9 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.client import ClusterStatus, DrafterStatus, ScaleCounts, TargetStatus
-from cluster.drafting_counts import DraftingTally, merged
+from cluster.counts import DraftingTally, Histogram, merged
 from cluster.errors import LinkClosed
-from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from cluster.types import Adapter, Commit, FinishReason, Prefill, Request
 from deploy.api.draft_counts import DraftingCounts

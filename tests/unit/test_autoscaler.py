@@ -13,8 +13,7 @@ from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ScaleCounts, TargetStatus
 from cluster.config import Config, DrafterConfig, NgramOptions, Resources, ScalingConfig, SloClass, SloConfig, TargetConfig
-from cluster.drafting_counts import DraftingCounts
-from cluster.slo import SloCounts
+from cluster.counts import DraftingCounts, SloCounts
 from cluster.strict_yaml import ConfigError, parse
 from router.assignment import MemberCosts
 from router.cost_model import TableCost

@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 
+from cluster import transport as factory
 from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
-from cluster.transport import factory
+from cluster.transport import listen
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox
 from cluster.transport.dialer import FIRST_PAUSE_S, MAX_PAUSE_S, Dialer
-from cluster.transport.factory import listen
 
 ADDRESS = "memory://dialled"
 TARGET = Hello(Role.TARGET, "t", 8, "f")

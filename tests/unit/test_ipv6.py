@@ -7,8 +7,8 @@ import pytest
 from actors.ray_pool import Deployment
 from cluster.config import Config
 from cluster.messages import Hello, Role
+from cluster.transport import connect, listen
 from cluster.transport.base import Mailbox
-from cluster.transport.factory import connect, listen
 from cluster.transport.tensors.groups import Meeting
 from engine.tensor_parallel.group import Rendezvous, meet
 

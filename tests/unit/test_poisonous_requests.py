@@ -11,8 +11,8 @@ from actors.gateway import LinkClient
 from actors.resumption import MAX_DEATHS
 from cluster.client import ClusterStatus
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.transport import listen
 from cluster.transport.base import Link, Mailbox, Received
-from cluster.transport.factory import listen
 from cluster.types import Commit, FinishReason, Request
 from tests.support.requests import a_request
 from tests.support.supervision import eventually

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import Hello, ProposalRound, Role
-from cluster.transport import reactor
+from cluster.transport import connect, listen, reactor
 from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox
-from cluster.transport.factory import connect, listen
 
 DEADLINE_S = 20.0
 TARGET = Hello(Role.TARGET, "target", 100, "tokenizer")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.slo import MAX_CLASSES, OTHER, Attainment, SloCounts, summed
+from cluster.counts import MAX_CLASSES, OTHER, Attainment, SloCounts, summed
 from cluster.types import Slo
 from router.cost_model import TableCost
 from router.drafting.verification import MIN_CHUNK_LEN

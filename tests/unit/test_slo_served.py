@@ -11,8 +11,8 @@ import pytest
 from actors.gateway import LinkClient
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import SloClass, SloConfig
+from cluster.counts import SloCounts
 from cluster.errors import Unattainable
-from cluster.slo import SloCounts
 from cluster.types import FinishReason, Request, Slo
 from router.cost_model import TableCost
 from router.plan import Span

@@ -14,9 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.client import ChainStatus, ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
-from cluster.drafting_counts import NO_DRAFTS
+from cluster.counts import NO_DRAFTS, Histogram
 from cluster.errors import LinkClosed
-from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from deploy import status as status_module
 from deploy.chat_client import ServerFailed

@@ -4,7 +4,7 @@ import pytest
 
 from actors.target import TargetActor
 from cluster.config import Config
-from cluster.transport.factory import as_seen_from_elsewhere, at_node
+from cluster.transport import as_seen_from_elsewhere, at_node
 from cluster.types import RoutingTable
 
 

@@ -14,8 +14,8 @@ from benchmarks.embedded import EmbeddedCluster
 from cluster.client import ClusterStatus
 from cluster.messages import Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
+from cluster.transport import listen
 from cluster.transport.base import Mailbox, Received
-from cluster.transport.factory import listen
 from cluster.types import Adapter, Request
 from router.cost_model import TableCost
 from router.target_choice import BLOCK_LEN, MAX_BLOCKS, TargetChoice

@@ -16,11 +16,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from cluster.config import DraftLengthConfig
-from cluster.drafting_counts import DraftingTally
-from cluster.histograms import Histogram
+from cluster.counts import Attainment, DraftingTally, Histogram
 from cluster.messages import CommitRound, DraftScore, DraftTiming, Hello, Message, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
-from cluster.slo import Attainment
 from cluster.spans import FinishedSpan
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo

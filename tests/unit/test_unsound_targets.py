@@ -13,9 +13,9 @@ from actors.gateway import LinkClient
 from benchmarks.unsound import Unsound
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.transport import listen
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.transport.dialer import Dialer
-from cluster.transport.factory import listen
 from cluster.types import Commit, FinishReason, Prefill, Request
 from tests.support.requests import a_request
 from tests.support.toys import MODEL, VOCAB_SIZE

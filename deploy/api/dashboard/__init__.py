@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
-from deploy.api.dashboard.history import INTERVAL_S, AnswerCounts, History
-from deploy.api.dashboard.timelines import Timelines
+from deploy.api.dashboard.history import INTERVAL_S, AnswerCounts, History, Timelines
 from deploy.api.errors import bad_request, shorten
 from deploy.api.tasks import running
 from deploy.api.tenants import NOBODY, Tenant

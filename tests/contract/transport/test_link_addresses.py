@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from cluster.errors import InvalidField, LinkClosed
+from cluster.transport import connect, listen
 from cluster.transport.base import Limits, Mailbox
-from cluster.transport.factory import connect, listen
 from tests.support.links import DEADLINE_S, DRAFTER, QUICK, TARGET, Ends, eventually
 
 

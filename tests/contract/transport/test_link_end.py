@@ -9,8 +9,8 @@ import pytest
 
 from cluster.errors import InvalidField, LinkClosed
 from cluster.messages import ProposalRound
+from cluster.transport import connect, listen
 from cluster.transport.base import Event, LinkDown, Mailbox
-from cluster.transport.factory import connect, listen
 from tests.support.links import (
     DEADLINE_S,
     DRAFTER,

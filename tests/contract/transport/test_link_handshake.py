@@ -10,9 +10,9 @@ import pytest
 
 from cluster.errors import IncompatibleTokenizer, LinkClosed, OutriderError
 from cluster.messages import Hello, ProposalRound, Role
+from cluster.transport import connect
 from cluster.transport.base import LinkUp, Mailbox
 from cluster.transport.codec import encode
-from cluster.transport.factory import connect
 from tests.support.links import DEADLINE_S, DRAFTER, QUICK, TARGET, Ends, collect, grpc_answers
 
 

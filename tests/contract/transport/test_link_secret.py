@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import LinkClosed, OutriderError
+from cluster.transport import connect
 from cluster.transport.base import LinkDown, LinkUp, Mailbox
 from cluster.transport.codec import Greeting, Welcome, decode, encode
-from cluster.transport.factory import connect
-from cluster.transport.handshake import NONCE_BYTES, Side, greeting, proof
 from cluster.transport.rpc import PIECE_BYTES
-from cluster.transport.stream import MAX_HANDSHAKE_BYTES
+from cluster.transport.stream import MAX_HANDSHAKE_BYTES, NONCE_BYTES, Side, greeting, proof
 from tests.support.links import (
     DEADLINE_S,
     DRAFTER,

@@ -16,9 +16,9 @@ import pytest
 
 from cluster.config import TlsConfig
 from cluster.errors import InvalidField, LinkClosed
+from cluster.transport import connect
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.transport.dialer import Dialer
-from cluster.transport.factory import connect
 from cluster.transport.tls import NODE_NAME, CertificateWatch, check
 from tests.support.certificates import Authority
 from tests.support.links import DEADLINE_S, DRAFTER, ROOT, TARGET, Ends, collect, eventually, numbers, sized
