@@ -25,31 +25,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch_layout import StayingRows
-from engine.exit_lens import (
-    LAG,
-    ExitScores,
-    LensFit,
-    PendingMargins,
-    exit_scores,
-    lens_product,
-    runs_beside,
-    warm_up,
-)
+from engine.exit_lens import LAG, ExitScores, LensFit, PendingMargins, exit_scores, lens_product, runs_beside, warm_up
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.forward import CausalModel
 from engine.ops import Linear
 from engine.sampling import SamplingState
 from router.cost_model import CostModel
 from router.estimates.trial import Trial
-from router.papers.faser_exit import (
-    DEPTHS,
-    VOCABULARY_LEN,
-    ExitPlan,
-    ExitPrices,
-    ExitSamples,
-    WrongExits,
-    choose_thresholds,
-)
+from router.papers.faser_exit import DEPTHS, VOCABULARY_LEN, ExitPlan, ExitPrices, ExitSamples, WrongExits, choose_thresholds
 from router.plan import Span
 
 LENS_ROWS = (16, 32)  # per hidden dimension, after which lenses are fitted; until the first, all passes are learning passes

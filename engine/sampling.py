@@ -87,11 +87,7 @@ class SamplingState:
     drafter samples without the request's grammar."""
 
     def __init__(
-        self,
-        sampling: SamplingParams,
-        token_ids: Sequence[int],
-        prompt_len: int,
-        grammar: "GrammarState | None" = None,
+        self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int, grammar: "GrammarState | None" = None
     ) -> None:
         if not 0 <= prompt_len <= len(token_ids):
             raise ValueError(f"a prompt of {prompt_len} tokens does not fit into {len(token_ids)} tokens")

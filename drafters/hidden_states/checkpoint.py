@@ -43,10 +43,7 @@ class GivenRows:
 
 
 def load_network(
-    folder: Path,
-    target: TargetRows | None = None,
-    dtype: torch.dtype = torch.float32,
-    num_target_layers: int | None = None,
+    folder: Path, target: TargetRows | None = None, dtype: torch.dtype = torch.float32, num_target_layers: int | None = None
 ) -> Network:
     """The network in ``folder``, in evaluation mode; ``target`` has embedding and head if they are not stored.
 

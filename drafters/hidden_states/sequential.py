@@ -191,9 +191,7 @@ class SequentialStage:
         keys, temperatures = _noise(padded, num_steps)
         records = on_device.kernel.records(keys.T.ravel(), np.tile(temperatures, num_steps))
         given = Given.of(
-            [block.anchor for block in padded],
-            [block.ahead for block in padded],
-            records.reshape(num_steps, num_drafts, -1),
+            [block.anchor for block in padded], [block.ahead for block in padded], records.reshape(num_steps, num_drafts, -1)
         )
         for k, of_step in enumerate(on_device.run(states, given, size is not None)):
             for block, (token, highest, probability, _, margin, *logit) in zip(blocks, of_step.tolist(), strict=False):

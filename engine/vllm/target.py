@@ -97,6 +97,7 @@ class VllmTarget:
         self._scheduler = self._core.scheduler
         executor = self._core.model_executor
         self._ranks = executor if isinstance(executor, RankExecutor) else None
+        self._stream = torch.cuda.current_stream() if target.device != "cpu" and self._ranks is None else None
         self._adapters = AdapterSlots(executor, target.num_adapters)
         self._target = target
         self._runner = "V2" if config.use_v2_model_runner else "V1"
@@ -117,6 +118,8 @@ class VllmTarget:
         logger.info("the target's engine is %s", self.operators)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        if self._stream is not None:  # vLLM would take another for this thread, which its copies do not wait for
+            torch.cuda.set_stream(self._stream)
         waiting = self._prepared(request, token_ids)
         del self._waiting[request.id]
         with self._lock:

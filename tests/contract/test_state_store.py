@@ -13,15 +13,7 @@ from redis.commands.core import Script
 from benchmarks.redis_server import RedisServer
 from cluster.config import StateConfig
 from cluster.errors import InvalidField
-from cluster.state import (
-    MAX_DOCUMENT_BYTES,
-    MAX_KEY_LEN,
-    Document,
-    StateConflict,
-    StateStore,
-    StateUnavailable,
-    open_store,
-)
+from cluster.state import MAX_DOCUMENT_BYTES, MAX_KEY_LEN, Document, StateConflict, StateStore, StateUnavailable, open_store
 from cluster.state_redis import RedisStateStore
 from tests.support.memory_store import MemoryStateStore
 

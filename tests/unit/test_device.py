@@ -44,10 +44,7 @@ from tests.support.dspark import target_rows, write_dspark, write_speculators
 from tests.support.families import write_family
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-SPANS = (
-    PackedSpan(30, (7, 8, 9), np.array([4, 1, 0], np.int32)),
-    PackedSpan(9, (3,), np.array([2, 5], np.int32)),
-)
+SPANS = (PackedSpan(30, (7, 8, 9), np.array([4, 1, 0], np.int32)), PackedSpan(9, (3,), np.array([2, 5], np.int32)))
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.25])
 TENSORS = ("token_ids", "positions", "slots", "starts", "base_lens", "tables", "cos", "sin")
 

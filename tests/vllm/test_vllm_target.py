@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,6 +80,15 @@ def test_the_warm_up_of_runner_v2_leaves_the_target_as_it_was(target: LoadedTarg
     again = play(target, {asked.id: asked.prompt_token_ids}, {asked.id: asked.sampling})
     assert again.outputs == plain.outputs
     assert list(worker.model_runner._states) == [asked.id], "of vLLM's own requests nothing is kept"
+
+
+def test_all_threads_compute_on_the_stream_of_the_one_that_loaded(target: LoadedTarget) -> None:
+    """On a GPU vLLM takes another stream for each thread in the middle of a pass; graphs of drafters are of that stream."""
+    asked, stream = request("stream-1"), object()
+    with mock.patch.object(target, "_stream", stream), mock.patch("torch.cuda.set_stream") as entered:
+        target.open(asked, asked.prompt_token_ids)
+    target.release(asked.id)
+    entered.assert_called_once_with(stream)
 
 
 def model_of(folder: Path) -> ModelInfo:
