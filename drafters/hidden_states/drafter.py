@@ -2,7 +2,8 @@
 once."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -18,7 +19,7 @@ from drafters.hidden_states.checkpoint import TargetRows, load_network
 from drafters.hidden_states.families import make_stage
 from drafters.hidden_states.features import Features
 from drafters.hidden_states.sequential import Block, SequentialStage
-from drafters.hidden_states.stage import DraftRows, Stage
+from drafters.hidden_states.stage import BegunStates, DraftRows, Stage
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import DTYPES, make_gumbel_argmax
 from engine.kv_blocks import BlockLedger, evict, parts_that_fit
@@ -26,6 +27,8 @@ from engine.kv_cache import KvCache
 from engine.sampling import Sampler, SamplingState
 from engine.target import FeatureSpan
 from profiler.calibration import Calibration, TemperatureScaling
+
+_MAX_ROWS = 2048  # of contexts, computed at once: what a pass takes of a GPU's memory is bounded
 
 
 @dataclass(slots=True)
@@ -143,40 +146,52 @@ class HiddenStateDrafter:
 
     def _draft(self, part: Sequence[_Job]) -> list[Draft]:
         self._make_room(part)
+        self._catch_up(part)
+        with self._begun(part) as (ready, states):
+            blocks = [self._block(job) for job in ready]
+            if states is not None:
+                self._sequential.draft(states, blocks)
+        found = zip(ready, blocks, strict=True)
+        return [Draft(job.request_id, tuple(block.token_ids), tuple(block.confidences)) for job, block in found]
+
+    def _block(self, job: _Job) -> Block:
+        session, demand = self._sessions[job.request_id], job.demand
+        scalings = session.scaling, session.margin_scaling
+        block = Block(session.token_ids[-1], session.state, demand.ahead, job.num_tokens, session.stop_ids, *scalings)
+        block.least_survival = demand.terms.least_survival
+        return block
+
+    def _catch_up(self, part: Sequence[_Job]) -> None:
+        """In passes of their own, while the contexts of all jobs are too long for the one that begins their drafts."""
+        missing = [job.last - self._ledger.computed_len(job.request_id) for job in part]
+        total = sum(missing)
+        for job, num in zip(part, missing, strict=True):
+            while num and total > _MAX_ROWS:
+                rows = min(num, _MAX_ROWS)
+                one = replace(job, last=job.last - num + rows, num_rows=self._stage.num_rows(1))
+                with self._begun([one]) as (ready, _):
+                    if not ready:
+                        break
+                num, total = num - rows, total - rows
+
+    @contextmanager
+    def _begun(self, part: Sequence[_Job]) -> Iterator[tuple[Sequence[_Job], BegunStates | None]]:
+        """The jobs whose features are computed, and the first states of their drafts, if there are any. At the end keeps the
+        rows of their contexts, and rolls back those of the drafts."""
         part, starts, rows, features = self._read_features(part)
-        if not part:
-            return []
-        shift, checkpoints, drafts, blocks = self._stage.shift, [], [], []
+        shift, checkpoints, drafts, num_kept = self._stage.shift, [], [], [0] * len(part)
         for job, start, row in zip(part, starts, rows, strict=True):
-            session = self._sessions[job.request_id]
-            token_ids = session.token_ids[start + shift :]
+            token_ids = self._sessions[job.request_id].token_ids[start + shift : job.last + shift + 1]
             drafted = (0,) * (job.num_rows - 1)  # in the ledger only until they are rolled back
             checkpoints.append(self._ledger.speculate(job.request_id, (*token_ids, *drafted)))
             table = self._ledger.block_table(job.request_id)
             drafts.append(DraftRows(start, job.last, token_ids, job.num_rows, row, table))
-            blocks.append(
-                Block(
-                    session.token_ids[-1],
-                    session.state,
-                    job.demand.ahead,
-                    job.num_tokens,
-                    session.stop_ids,
-                    session.scaling,
-                    session.margin_scaling,
-                    least_survival=job.demand.terms.least_survival,
-                )
-            )
-        num_kept = [0] * len(part)
         try:
-            self._sequential.draft(self._stage.begin(drafts, features, self._cache), blocks)
+            yield part, self._stage.begin(drafts, features, self._cache) if part else None
             num_kept = [draft.last - draft.start for draft in drafts]
         finally:
             for checkpoint, num in zip(checkpoints, num_kept, strict=True):
                 self._ledger.commit(checkpoint, num)
-        return [
-            Draft(job.request_id, tuple(block.token_ids), tuple(block.confidences))
-            for job, block in zip(part, blocks, strict=True)
-        ]
 
     def _read_features(self, part: Sequence[_Job]) -> tuple[list[_Job], list[int], list[int], Tensor]:
         """In one gather. Returns the jobs whose features are computed (the others are partly prefilled or preempted), their

@@ -125,12 +125,7 @@ def test_capacity_openness_opt_out_and_completeness(
             for replica in range(replicas)
         ]
         requests = [
-            RequestView(
-                f"r{n}",
-                random.randint(1, 99),
-                100,
-                chains.get(f"r{n}", random.choice([(), ("d0",), ("gone",)])),
-            )
+            RequestView(f"r{n}", random.randint(1, 99), 100, chains.get(f"r{n}", random.choice([(), ("d0",), ("gone",)])))
             for n in sorted(numbers)
         ]
         observations, scores = observed(requests, random), scored(requests, random)

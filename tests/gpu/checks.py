@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from itertools import cycle, product, takewhile
@@ -377,7 +378,8 @@ def a_sender_of_hidden_states_outlives_its_receiver(place: Place, folder: Path) 
         reasons: queue.Queue[str] = queue.Queue()
         meeting = Meeting("127.0.0.1", shares_memory=shares_memory)
         receiver = subprocess.Popen([sys.executable, "-c", _DYING_RECEIVER, meeting.address, other])
-        sender = meeting.answer("drafter", torch.device(own), TensorEnd(lambda _: None, reasons.put))
+        with mock.patch("cluster.transport.tensors.groups._MEET", timedelta(seconds=60.0)):  # it imports torch first
+            sender = meeting.answer("drafter", torch.device(own), TensorEnd(lambda _: None, reasons.put))
         while sender.send(Frame((Part("r", 0, 512, 512),), (), rows)) and reasons.empty():
             rows.sum().item()
         assert reasons.get(timeout=60.0) != "it was closed"

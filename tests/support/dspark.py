@@ -14,13 +14,7 @@ from torch import Tensor
 from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
-from drafters.hidden_states.checkpoint import (
-    GivenRows,
-    load_network,
-    new_network,
-    save_network,
-    save_speculators,
-)
+from drafters.hidden_states.checkpoint import GivenRows, load_network, new_network, save_network, save_speculators
 from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
 from drafters.hidden_states.drafter import HiddenStateDrafter
 from drafters.hidden_states.families import Network, make_stage

@@ -9,21 +9,14 @@ from actors.processes import Process, ProcessEnded
 from actors.target import DrafterCounts, TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import TargetStatus
-from cluster.config import (
-    DrafterConfig,
-    SupervisionConfig,
-)
+from cluster.config import DrafterConfig, SupervisionConfig
 from cluster.types import ModelInfo
 from router.scaling.configured import CostTables
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
 
 
-FAST = SupervisionConfig(
-    health_timeout_ms=50,
-    start_timeout_s=0.5,
-    quarantine_restarts=3,
-)
+FAST = SupervisionConfig(health_timeout_ms=50, start_timeout_s=0.5, quarantine_restarts=3)
 
 
 @dataclass(eq=False)

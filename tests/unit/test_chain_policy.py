@@ -261,11 +261,7 @@ def test_what_a_request_itself_saw_decides_for_it() -> None:
     own = positions(0.97, 60), positions(0.02, 60)
     found.observe(
         [Observation("code", "large", 60, 480, 0, 60, 1.0, own[0])],
-        [
-            ScoreCounts("code", "small", own[1]),
-            ScoreCounts("prose", "small", own[0]),
-            ScoreCounts("prose", "large", own[1]),
-        ],
+        [ScoreCounts("code", "small", own[1]), ScoreCounts("prose", "small", own[0]), ScoreCounts("prose", "large", own[1])],
     )
     for _ in range(TRIAL_SLOTS):
         chains = found.assign([view("code"), view("prose")], POOL)
@@ -367,9 +363,7 @@ def backlog(slot: int) -> list[RequestView]:
 
 
 @pytest.mark.parametrize("others", [nobody, backlog])
-def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another(
-    others: Callable[[int], list[RequestView]],
-) -> None:
+def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another(others: Callable[[int], list[RequestView]]) -> None:
     """Models that share cores slow each other down: no profile says so. Also where requests wait beside them."""
     rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
     as_foreseen = served(taught(policy(), **rates), 80, lambda chains: 0.016, others)
@@ -397,11 +391,7 @@ def test_requests_are_with_one_chain_where_to_spread_them_turns_out_slow() -> No
         right, wrong = positions(0.97, 60), positions(0.3, 60)
         found.observe(
             [],
-            [
-                ScoreCounts("code", "large", right),
-                ScoreCounts("code", "small", wrong),
-                ScoreCounts("prose", "small", right),
-            ],
+            [ScoreCounts("code", "large", right), ScoreCounts("code", "small", wrong), ScoreCounts("prose", "small", right)],
         )
         return found
 

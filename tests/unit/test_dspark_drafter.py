@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from engine.noise import gumbel, noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 from tests.support.compiler import needs_compiler
-from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark
+from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark, write_speculators
 from tests.support.features import rows_of
 from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
@@ -220,6 +221,28 @@ def test_requests_without_computed_features_get_empty_drafts(vanilla: Path, targ
     drafter.features.token_ids["late"] = tokens
     (late,) = drafter.propose([Demand("late", 4)])
     assert late.token_ids == there.token_ids
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "peagle"])
+def test_contexts_are_computed_in_passes_of_bounded_length(
+    kind: Any, target: Path, model: CausalModel, tmp_path: Path
+) -> None:
+    """What a pass takes of a GPU's memory is bounded. In pieces a context gives the same drafts."""
+    write_speculators(tmp_path, target, kind)
+    found, passes = [], []
+    for most in (2048, 16):
+        made = make_dspark(tmp_path, target, model=model)
+        for i, length in enumerate((70, 12, 9)):
+            made.open(str(i), text(i, length), 5, SAMPLED)
+        stage = made.drafter._stage
+        bounded = mock.patch("drafters.hidden_states.drafter._MAX_ROWS", most)
+        with bounded, mock.patch.object(stage, "begin", wraps=stage.begin) as begin:
+            found.append([draft.token_ids for draft in made.propose([Demand(name, 4) for name in "012"])])
+        passes.append([sum(one.last - one.start for one in call.args[0]) for call in begin.call_args_list])
+        made.check_integrity()
+    assert found[0] == found[1]
+    assert len(passes[0]) == 1
+    assert (max(passes[1]), sum(passes[1])) == (16, passes[0][0])
 
 
 def test_evicted_contexts_are_projected_again(folder: Path, target: Path, model: CausalModel) -> None:
