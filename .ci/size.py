@@ -28,8 +28,8 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "lines of product": Limit(63_365, 47_000),
-    "files of product": Limit(397, 330),
+    "lines of product": Limit(63_321, 47_000),
+    "files of product": Limit(396, 330),
     f"files of product under {SHORT} lines": Limit(31, 25),
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
@@ -39,7 +39,7 @@ LIMITS = {
     "modules of product that tests import": Limit(1_958, 900),
     "monkeypatch.setattr in tests": Limit(258, 100),
     "words of README": Limit(900, 900),
-    "words of docs": Limit(39_980, 40_000),
+    "words of docs": Limit(39_977, 40_000),
 }
 
 

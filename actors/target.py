@@ -85,7 +85,11 @@ class TargetActor(LoopActor):
     def rendezvous(self) -> str:
         """Where the other ranks of this target join it, before ``start``."""
         if self._rendezvous is None:
-            self._rendezvous = rendezvous(self._config, self._node_host)
+            set_threads(self._config.target.resources.threads)
+            from engine.tensor_parallel.group import Rendezvous
+
+            host, wait_s = host_of_ranks(self._config, self._node_host), self._config.supervision.start_timeout_s
+            self._rendezvous = Rendezvous(host, wait_s)
         return self._rendezvous.address
 
     def _join_ranks(self) -> "RankGroup | None":
@@ -265,14 +269,6 @@ def first_table(config: Config) -> RoutingTable:
 def host_of_ranks(config: Config, node_host: Callable[[], str]) -> str:
     """The address at which this rank's machine is reached by the others: loopback if there is only one."""
     return "127.0.0.1" if config.transport.kind == "unix" else node_host()
-
-
-def rendezvous(config: Config, node_host: Callable[[], str]) -> "Rendezvous":
-    """In the process of rank 0, before its model is loaded."""
-    set_threads(config.target.resources.threads)
-    from engine.tensor_parallel.group import Rendezvous
-
-    return Rendezvous(host_of_ranks(config, node_host), config.supervision.start_timeout_s)
 
 
 class RankActor(LoopActor):

@@ -98,22 +98,15 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         raise InvalidField(
             "transport.host", host, f"must be auto or an address: the cluster has {len(inventory.nodes)} machines"
         )
-    state = config.cluster.state
-    state = state.model_copy(update={"folder": state.folder.expanduser()})
     kept_cpus = CONTROL_CPUS + config.api.most * API_CPUS
     resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
     engine = "native" if target.engine == "auto" else target.engine
-    target = target.model_copy(update={"engine": engine, "device": device, "resources": resources})
+    target = target.changed(engine=engine, device=device, resources=resources)
     if device == "cpu":
-        target = target.model_copy(update={"kv_cache_gb": target.kv_cache_bytes / 2**30})
-    return config.model_copy(
-        update={
-            "target": target.model_copy(update={"max_pass_tokens": target.longest_pass}),
-            "drafters": drafters,
-            "transport": config.transport.model_copy(update={"host": host}),
-            "cluster": config.cluster.model_copy(update={"state": state}),
-        }
-    )
+        target = target.changed(kv_cache_gb=target.kv_cache_bytes / 2**30)
+    target = target.changed(max_pass_tokens=target.longest_pass)
+    state = {"folder": config.cluster.state.folder.expanduser()}
+    return config.changed(target=target, drafters=drafters, transport={"host": host}, cluster={"state": state})
 
 
 def _resolve_drafters(
@@ -132,8 +125,8 @@ def _resolve_drafters(
                 raise InvalidField(
                     "drafters", drafter.name, "has a member of dtype as-shipped, which needs a target on a CPU"
                 )
-            nothing = asked.model_copy(update={"cpus": 0.0, "gpus": 0.0, "threads": 1})  # beside the target's own
-            resolved.append(drafter.model_copy(update={"device": target_device, "resources": nothing}))
+            nothing = {"cpus": 0.0, "gpus": 0.0, "threads": 1}  # beside the target's own
+            resolved.append(drafter.changed(device=target_device, resources=nothing))
             continue
         rivals = [d for d in drafters if d.resources.node_labels == asked.node_labels]
         share = _gpu_share(rivals, inventory.matching(asked.node_labels), target_nodes, target_gpus)

@@ -77,7 +77,7 @@ def _configuration(file: Path | None, model: str | None = None) -> "Config":
     _check_engine(config)
     if model is None:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+    return config.changed(model={"name": model})
 
 
 def _check_engine(config: "Config") -> None:
@@ -117,7 +117,7 @@ def serve(context: typer.Context) -> None:
     config, line = _configured(context.args)
     with _key_file(line.api_keys) as file:
         if file is not None:
-            config = config.model_copy(update={"api": config.api.model_copy(update={"api_keys_file": file})})
+            config = config.changed(api={"api_keys_file": file})
         launch(with_shipped(config))
 
 

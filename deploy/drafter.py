@@ -40,11 +40,11 @@ def serve_drafter(config: Config, name: str | None, address: str) -> None:
     with stoppable() as stop:
         set_threads(num_cores())  # before torch is imported
         target = _target(config.model.name)
-        drafter = drafter.model_copy(update={"options": drafter_files(drafter.options)})
-        alone = config.target.model_copy(update={"device": "cpu"})  # the GPUs are the drafter's
-        resolved = resolve(config.model_copy(update={"drafters": (drafter,), "target": alone}), here()).drafters[0]
+        drafter = drafter.changed(options=drafter_files(drafter.options))
+        alone = config.changed(drafters=(drafter,), target={"device": "cpu"})  # the GPUs are the drafter's
+        resolved = resolve(alone, here()).drafters[0]
         threads = num_cores() if drafter.resources.threads == "auto" else drafter.resources.threads
-        resolved = resolved.model_copy(update={"resources": resolved.resources.model_copy(update={"threads": threads})})
+        resolved = resolved.changed(resources={"threads": threads})
         actor = DrafterActor(resolved, drafter.name, target, (), token, tls=config.cluster.tls, listens=address)
         actor.start()
         stop.listen()

@@ -51,7 +51,7 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
     """
     target = config.target
     if target.device != "cuda" or gpu_bytes is None:
-        return _with_longest(config, facts)
+        return config.changed(model={"max_model_len": max_model_len(config, facts)})
     is_auto, token_bytes = target.kv_cache_gb == "auto", facts.kv_bytes_per_token
     own, drafters = target_footprints(config, facts)
     allowed = int(gpu_bytes * min(1.0, target.resources.reserved[1]) * (target.gpu_memory_utilization if is_auto else 1.0))
@@ -76,22 +76,14 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
             "target.tensor_parallel or target.gpu_memory_utilization, or lower target.kv_cache_gb, target.max_pass_tokens "
             "or model.max_model_len"
         )
-    config = _with_target(config, kv_cache_gb=num_tokens * token_bytes / 2**30) if is_auto else config
-    config = _with_longest(config, facts)
+    config = config.changed(target={"kv_cache_gb": num_tokens * token_bytes / 2**30}) if is_auto else config
+    config = config.changed(model={"max_model_len": max_model_len(config, facts)})
     if is_auto and target.engine == "vllm":
         not_counted = drafters.total + num_tokens * hidden  # by vLLM
-        config = _with_target(config, kv_cache_gb="auto", gpu_memory_utilization=(allowed - not_counted) / gpu_bytes)
+        share = (allowed - not_counted) / gpu_bytes
+        config = config.changed(target={"kv_cache_gb": "auto", "gpu_memory_utilization": share})
     return config
 
 
 def _weights(config: Config) -> str:
     return "weights and places of adapters" if config.target.num_adapters else "weights"
-
-
-def _with_longest(config: Config, facts: ModelFacts) -> Config:
-    model = config.model.model_copy(update={"max_model_len": max_model_len(config, facts)})
-    return config.model_copy(update={"model": model})
-
-
-def _with_target(config: Config, **changes: object) -> Config:
-    return config.model_copy(update={"target": config.target.model_copy(update=changes)})

@@ -29,16 +29,15 @@ def with_files(config: Config) -> Config:
     all processes, also on other machines and after a restart, load the same files. Speculators at hand are logged where no
     drafters are named. Raises ModelUnavailable."""
     config = chosen_engine(config)
-    model = config.model.model_copy(update={"name": _pinned(config.model.name)})
-    drafters = [d.model_copy(update={"options": drafter_files(d.options)}) for d in config.drafters]
-    modules = [one.model_copy(update={"path": Path(_pinned(str(one.path)))}) for one in config.target.lora_modules]
-    with shown_progress(model.name) as progress:
-        folder = ensure_model(model.name, progress, config.target.engine)
+    model = _pinned(config.model.name)
+    drafters = tuple(d.changed(options=drafter_files(d.options)) for d in config.drafters)
+    modules = tuple(one.changed(path=Path(_pinned(str(one.path)))) for one in config.target.lora_modules)
+    with shown_progress(model) as progress:
+        folder = ensure_model(model, progress, config.target.engine)
     if "drafters" not in config.model_fields_set:
-        for speculator in speculators_for(public_name(model.name), folder):
+        for speculator in speculators_for(public_name(model), folder):
             logger.info("%s", speculator)
-    target = config.target.model_copy(update={"lora_modules": tuple(modules)})
-    return config.model_copy(update={"model": model, "target": target, "drafters": tuple(drafters)})
+    return config.changed(model={"name": model}, target={"lora_modules": modules}, drafters=drafters)
 
 
 def tokenizer_folder(config: Config, folder: str) -> str:

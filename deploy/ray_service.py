@@ -101,7 +101,7 @@ class JoinedApiReplica(ApiReplica):
 def app(arguments: Arguments) -> Any:
     """Builds the application. Raises ConfigError or InvalidField: the file cannot be used."""
     config = with_shipped(load(arguments.config_file))
-    config = config.model_copy(update={"transport": config.transport.model_copy(update={"host": NODE})})
+    config = config.changed(transport={"host": NODE})
     cluster: Any = serve.deployment(
         ClusterReplica,
         name="cluster",

@@ -1,7 +1,7 @@
 """Common to all sections: strict parsing and types of values."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     removed: ClassVar[Mapping[str, str]] = {}  # keys of older versions, and what became of each
+
+    def changed(self, **values: Any) -> Self:
+        """With these values, which are not checked. A dict for a section has values of its fields, others stay."""
+        for name, value in values.items():
+            if isinstance(known := getattr(self, name), Section) and isinstance(value, dict):
+                values[name] = known.changed(**value)
+        return self.model_copy(update=values)
 
 
 def former(*constants: str, **others: str) -> Mapping[str, str]:

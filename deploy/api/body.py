@@ -16,9 +16,8 @@ from starlette.requests import ClientDisconnect
 
 from cluster.cpu_scheduling import without_collection
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
-from deploy.api.generation import unless_disconnected
 from deploy.api.settings import ApiSettings
-from deploy.api.tasks import ThreadShares
+from deploy.api.tasks import ThreadShares, unless_disconnected
 from deploy.api.tenants import NOBODY, Tenant
 from router.planning.fair_share import SharedLimit
 

@@ -26,7 +26,6 @@ from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChatWriter, CompletionWriter
 from deploy.api.dashboard import DashboardData
 from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
-from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.metrics import Metrics, MetricsPage, Peers
 from deploy.api.operators import Operators, SwapAdapter, TryPolicy
@@ -50,7 +49,7 @@ from deploy.api.schema import (
 )
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
-from deploy.api.tasks import Cached, ThreadShares
+from deploy.api.tasks import Cached, ThreadShares, unless_disconnected
 from deploy.api.tenants import NOBODY, Budgets, KeyFiles, Tenant
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm

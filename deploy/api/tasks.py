@@ -1,4 +1,4 @@
-"""Tasks: beside a block of code, shared by callers, or within a tenant's share of threads."""
+"""Tasks: beside a block of code, shared by callers, until a client disconnects, or within a tenant's share of threads."""
 
 import asyncio
 import os
@@ -8,6 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from contextvars import Context
 from typing import Any, Generic, TypeVar
+
+from starlette.types import Receive
+
+from deploy.api.errors import ClientGone
 
 
 @asynccontextmanager
@@ -78,3 +82,23 @@ class ThreadShares:
 
         working.add_done_callback(end)
         return await asyncio.shield(working)
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Awaits ``work``; cancels it and raises ClientGone when the client disconnects. The body has been read."""
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGone
+        return worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -99,31 +99,22 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     device = _device(target.device, target.resources, has_model=True)
     cpus = WITH_GPU_CPUS if device == "cuda" else options.cpus
     resources = _given(target.resources, device, cpus, "target")
-    state = config.cluster.state
-    if state.password_file is not None:
-        state = state.model_copy(update={"password_file": Path(SECRETS, "redis-password")})
-    elif state.url is None:  # of the pod, as its file system is read-only elsewhere
-        state = state.model_copy(update={"folder": Path("/home/outrider/state")})
+    state: dict[str, Any] = {}
+    if config.cluster.state.password_file is not None:
+        state = {"password_file": Path(SECRETS, "redis-password")}
+    elif config.cluster.state.url is None:  # of the pod, as its file system is read-only elsewhere
+        state = {"folder": Path("/home/outrider/state")}
     token = config.cluster.token_file and Path(SECRETS, "link-token")
     tls = config.cluster.tls and _TLS
     keys = config.api.api_keys_file and Path(SECRETS, "api-keys")
     operators = config.api.operator_keys_file and Path(SECRETS, "operator-keys")
-    scaling = config.scaling
-    if scaling.policy != "none":
-        scaling = scaling.model_copy(update={"hardware": "elastic"})
-    return config.model_copy(
-        update={
-            "target": target.model_copy(update={"engine": engine, "device": device, "resources": resources}),
-            "drafters": tuple(map(_placed, config.drafters)),
-            "transport": TransportConfig(),  # the nodes' addresses, whatever the file says
-            "scaling": scaling,
-            "api": config.api.model_copy(
-                update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators}
-            ),
-            "cluster": config.cluster.model_copy(
-                update={"ray_address": None, "token_file": token, "tls": tls, "state": state}
-            ),
-        }
+    return config.changed(
+        target={"engine": engine, "device": device, "resources": resources},
+        drafters=tuple(map(_placed, config.drafters)),
+        transport=TransportConfig(),  # the nodes' addresses, whatever the file says
+        scaling={} if config.scaling.policy == "none" else {"hardware": "elastic"},
+        api={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators},
+        cluster={"ray_address": None, "token_file": token, "tls": tls, "state": state},
     )
 
 
@@ -205,7 +196,8 @@ def _pods(config: Config, drafters: Sequence[DrafterConfig]) -> tuple[tuple[int,
     total_cpus = sum(d.most * _number(d.resources.cpus) for d in drafters)
     largest = max(_number(d.resources.cpus) for d in drafters)
     gpus = math.ceil(max(_number(d.resources.gpus) for d in drafters))
-    alone = config.model_copy(update={"target": _without_needs(config)})
+    needs_nothing = {"replicas": 1, "tensor_parallel": 1, "resources": Resources(cpus=0, gpus=0)}
+    alone = config.changed(target=needs_nothing)
     most = [d.most for d in drafters]
     for num_pods in range(max(most), num_processes):
         cpus = max(largest, total_cpus / num_pods)
@@ -223,20 +215,14 @@ def _fits(
     alone: Config, drafters: Sequence[DrafterConfig], num_replicas: Sequence[int], num_pods: int, cpus: float, gpus: int
 ) -> bool:
     """Whether so many pods of this size hold so many replicas of each drafter."""
-    fixed = [
-        d.model_copy(update={"replicas": num, "min_replicas": None, "max_replicas": None})
-        for d, num in zip(drafters, num_replicas, strict=True)
-    ]
+    each = zip(drafters, num_replicas, strict=True)
+    fixed = tuple(d.changed(replicas=num, min_replicas=None, max_replicas=None) for d, num in each)
     nodes = tuple(Node(str(i), cpus, gpus, drafters[0].resources.node_labels) for i in range(num_pods))
     try:
-        place(alone.model_copy(update={"drafters": tuple(fixed)}), Inventory(nodes))
+        place(alone.changed(drafters=fixed), Inventory(nodes))
     except PlacementError:
         return False
     return True
-
-
-def _without_needs(config: Config) -> Any:
-    return config.target.model_copy(update={"replicas": 1, "tensor_parallel": 1, "resources": Resources(cpus=0, gpus=0)})
 
 
 def _memory_gb(drafters: Sequence[DrafterConfig], num_pods: int, weights_gb: Mapping[str, float]) -> float:
