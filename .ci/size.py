@@ -28,14 +28,14 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "lines of product": Limit(63_321, 47_000),
+    "lines of product": Limit(63_315, 47_000),
     "files of product": Limit(396, 330),
     f"files of product under {SHORT} lines": Limit(31, 25),
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(110, 110),
     "lines of benchmarks and simulator": Limit(13_912, 12_500),
-    "lines of tests": Limit(67_106, 46_000),
+    "lines of tests": Limit(67_103, 46_000),
     "modules of product that tests import": Limit(1_958, 900),
     "monkeypatch.setattr in tests": Limit(258, 100),
     "words of README": Limit(900, 900),

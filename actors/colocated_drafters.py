@@ -72,11 +72,7 @@ def link_colocated(drafters: Sequence[ColocatedDrafter], loop: TargetLoop, hello
 
 
 def divide(
-    config: Config,
-    loop: TargetLoop,
-    engine: LoadedTarget,
-    profile: Profile | None,
-    colocated: Sequence[ColocatedDrafter],
+    config: Config, loop: TargetLoop, engine: LoadedTarget, profile: Profile | None, colocated: Sequence[ColocatedDrafter]
 ) -> None:
     """Divides the target's device with the drafters of a resolved configuration, before the loop runs, and warms each lane
     up. ``profile``: of the whole device. Raises as `engine.loading.prepare_partition`; also where a lane cannot be warmed

@@ -83,11 +83,7 @@ class PlainEnsemble:
     """
 
     def __init__(
-        self,
-        free: Sequence[Drafter],
-        splicers: dict[int, Drafter],
-        survival: Sequence[OnlineSurvival],
-        consensus: Consensus,
+        self, free: Sequence[Drafter], splicers: dict[int, Drafter], survival: Sequence[OnlineSurvival], consensus: Consensus
     ) -> None:
         self._free = free
         self._splicers = splicers

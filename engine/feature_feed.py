@@ -4,6 +4,8 @@ message of the control link that it belongs to."""
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import LinkClosed
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+_MAX_ROWS = 2048  # of a frame, which the link has room for; long contexts come in several, with those of short ones first
 
 
 class Feeds(Protocol):
@@ -62,23 +66,38 @@ class FeatureFeed:
         link = self._link
         if link is None:
             return
-        due = [key for key, told in self._told.items() if self._sent[key] < told and key not in self._idle]
-        spans = [FeatureSpan(key, self._sent[key], self._told[key]) for key in due if key not in self._dropped]
+        left = {key: told - self._sent[key] for key, told in self._told.items() if key not in self._idle}
+        due = sorted((key for key, num in left.items() if num > 0), key=lambda key: left[key])
+        spans = [self._span(key, min(left[key], _MAX_ROWS)) for key in due if key not in self._dropped]
+        if sum([one.stop - one.start for one in spans]) > _MAX_ROWS:
+            spans = self._fitting(spans)
         held, rows = self._engine.read_hidden_states(spans) if spans else ([], None)
-        found = {span.request_id for span, is_held in zip(spans, held, strict=True) if is_held}
+        found = {span.request_id: span.stop for span, is_held in zip(spans, held, strict=True) if is_held}
         if rows is not None and self._columns is not None:
             rows = rows[:, self._columns]
-        whole = tuple(self._part(key, self._told[key] if key in found else self._sent[key]) for key in due)
+        whole = tuple(self._part(key, found.get(key, self._sent[key])) for key in due)
         frame = Frame(whole, message.releases, rows if found else None)
         is_sent = bool(due or message.releases) and link.send(frame)
         if is_sent:
             self.num_bytes += frame.num_bytes
         elif due:
-            self._dropped |= found
+            self._dropped |= found.keys()
             found.clear()
             link.send(Frame(tuple(self._part(key, self._sent[key]) for key in due), message.releases))
-        self.num_sent += sum(self._told[key] - self._sent[key] for key in found)
-        self._sent |= {key: self._told[key] for key in found}
+        self.num_sent += sum(stop - self._sent[key] for key, stop in found.items())
+        self._sent |= found
+
+    def _span(self, key: str, num_rows: int) -> FeatureSpan:
+        return FeatureSpan(key, self._sent[key], self._sent[key] + num_rows)
+
+    def _fitting(self, spans: Sequence[FeatureSpan]) -> list[FeatureSpan]:
+        """Of those whose states are computed, as many rows as a frame takes."""
+        computed, _ = self._engine.read_hidden_states([replace(one, start=one.stop) for one in spans])
+        found, room = [], _MAX_ROWS
+        for one in compress(spans, computed):
+            found.append(self._span(one.request_id, min(one.stop - one.start, room)))
+            room -= found[-1].stop - found[-1].start
+        return [one for one in found if one.stop > one.start]
 
     def _part(self, key: str, stop: int) -> Part:
         return Part(key, self._sent[key], stop, self._told[key])

@@ -108,12 +108,7 @@ class PassCosts:
         self.drafting.interrupt()
 
     def note(
-        self,
-        began_s: float,
-        pass_s: float,
-        counts: PassCounts,
-        commits: Sequence[Commit],
-        best_left_out: float,
+        self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit], best_left_out: float
     ) -> None:
         """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan,
         which was the last that ``plan`` was told of."""

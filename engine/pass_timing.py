@@ -78,10 +78,7 @@ def measure_cost(
 
 
 def is_too_steep(
-    known: TableCost,
-    target: TargetEngine,
-    clock: Callable[[], float] = time.monotonic,
-    stopwatch: Stopwatch | None = None,
+    known: TableCost, target: TargetEngine, clock: Callable[[], float] = time.monotonic, stopwatch: Stopwatch | None = None
 ) -> bool:
     """Whether stored times rise more than _STEEPER times as fast with the rows as a few passes do, of 1 to 16 rows: other
     programs probably ran when they were measured. Takes about CHECK_S.

@@ -60,11 +60,7 @@ class NativeEnsemble(Native):
     Raises MemoryError."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        lookups: Sequence[NativeLookup],
-        survival: Sequence[OnlineSurvival],
-        consensus: Consensus,
+        self, library: ctypes.CDLL, lookups: Sequence[NativeLookup], survival: Sequence[OnlineSurvival], consensus: Consensus
     ) -> None:
         self._lookups = lookups
         self._survival = survival

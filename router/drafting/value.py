@@ -133,12 +133,7 @@ def expected_tokens(acceptance: float, draft_len: float) -> float:
 
 
 def saved_s(
-    num_sequences: int,
-    num_verified: int,
-    num_accepted: int,
-    num_context: int,
-    cost: CostModel,
-    num_prompt_rows: int = 0,
+    num_sequences: int, num_verified: int, num_accepted: int, num_context: int, cost: CostModel, num_prompt_rows: int = 0
 ) -> float:
     """Time that drafts saved in a pass over so many sequences: what their accepted tokens would have added to plain passes,
     less what verifying them added to this one.

@@ -185,11 +185,7 @@ def test_arguments_of_the_engine_are_those_of_the_installed_one(tmp_path: Path, 
 
 def test_flags_that_change_nothing_are_said() -> None:
     line = parse(["--enable-prefix-caching", "--seed", "3", "/a/b", "--revision", "v1"])
-    assert [note.partition(":")[0] for note in line.notes] == [
-        "--enable-prefix-caching",
-        "--seed",
-        "--revision",
-    ]
+    assert [note.partition(":")[0] for note in line.notes] == ["--enable-prefix-caching", "--seed", "--revision"]
     assert line.fields == {"model": {"name": "/a/b"}}
 
 
@@ -217,14 +213,7 @@ def test_a_command_line_of_vllm_becomes_a_file() -> None:
 
 def test_what_differs_from_the_default_makes_the_same_configuration(tmp_path: Path) -> None:
     file = tmp_path / "outrider.yaml"
-    words = [
-        "-tp",
-        "2",
-        "--set",
-        "router.policy={kind: lbss, chunk_slots: 4}",
-        "--set",
-        "cluster.state={folder: /x}",
-    ]
+    words = ["-tp", "2", "--set", "router.policy={kind: lbss, chunk_slots: 4}", "--set", "cluster.state={folder: /x}"]
     file.write_text(as_file("vllm serve a/b " + " ".join(f"'{word}'" for word in words)))
     assert load(file) == configured("a/b", *words)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -198,6 +199,28 @@ def test_requests_without_room_on_the_link_are_drafted_for_no_more(target: Path,
         part = Part(name, 0, span.stop, span.stop)
         small.receive(0, Frame((part,), (), engine.read_hidden_states([span])[1]))
     assert small.read_hidden_states(named)[0] == [False, True]
+
+
+def test_long_contexts_are_fed_in_pieces_behind_short_ones(target: Path) -> None:
+    """As they are computed; one that waits to be computed holds up no other."""
+    engine, _ = engine_of(target, (0,))
+    states, feed = ReceivedStates((0,), engine.embedding), FeatureFeed(engine, None)
+    feed.connect(mock.Mock(send=lambda frame: lens.append(frame.num_bytes // 256) or states.receive(0, frame) or True))
+    lens, asked = list[int](), [replace(one, id=f"{len(one.prompt_token_ids)}") for one in requests(6)]
+    opens = [Open(one.id, one.prompt_token_ids, len(one.prompt_token_ids), one.sampling) for one in asked]
+    for request in asked:
+        engine.open(request, request.prompt_token_ids)
+    with mock.patch("engine.feature_feed._MAX_ROWS", 24):
+        feed.feed(DraftRound(1, tuple(opens)))
+        for request in asked[:1] + asked[2:]:
+            engine.execute([Span.bound(request.id, 0, request.prompt_token_ids, samples=False)])
+        for _ in range(20):
+            feed.feed(DraftRound(1))
+    spans = [FeatureSpan(one.id, 0, len(one.prompt_token_ids) - 1) for one in asked]
+    held, rows = states.read_hidden_states([replace(one, request_id=key_of(0, one.request_id)) for one in spans])
+    assert held == [True, False, True, True, True, True]
+    assert torch.equal(rows, engine.read_hidden_states(spans[:1] + spans[2:])[1])
+    assert max(lens) == 24
 
 
 def test_targets_use_the_same_ids_and_a_lost_one_leaves_nothing(target: Path) -> None:

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import StateConfig
-from cluster.state import (
-    Document,
-    FileStateStore,
-    StateUnavailable,
-    open_store,
-    state_fault,
-)
+from cluster.state import Document, FileStateStore, StateUnavailable, open_store, state_fault
 
 NAMESPACE = "test"
 

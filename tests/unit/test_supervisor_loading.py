@@ -48,11 +48,7 @@ HOMES = MemoryBudget(
 @pytest.fixture
 async def lazy(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
     """Two drafters that do not fit at once, and a third that is always there."""
-    config = Config(
-        drafters=(SMALL, LARGE, EAGER),
-        supervision=FAST,
-        memory=MemoryConfig(min_residence_s=0.02),
-    )
+    config = Config(drafters=(SMALL, LARGE, EAGER), supervision=FAST, memory=MemoryConfig(min_residence_s=0.02))
     supervisor = Supervisor(config, spawner, HOMES, load_period_s=0.01)
     yield supervisor
     await supervisor.stop()
@@ -185,12 +181,7 @@ def test_drafters_share_the_gpus_that_targets_leave_and_may_fall_back_to_their_m
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), drafters=drafters)
     found, limits = budget_of(config, Node("n", 8, 2, memory_bytes=50 * GB, gpu_bytes=GPU_BYTES))
     gpu = ("n/gpu-1", Stay.START, "n/cpu")
-    assert found == {
-        "a": gpu,
-        "a/1": gpu,
-        "b": ("n/gpu-1", Stay.LAZY, "n/cpu"),
-        "ngram": ("n/cpu", Stay.PINNED, None),
-    }
+    assert found == {"a": gpu, "a/1": gpu, "b": ("n/gpu-1", Stay.LAZY, "n/cpu"), "ngram": ("n/cpu", Stay.PINNED, None)}
     assert limits["n/gpu-1"] == int(0.9 * GPU_BYTES)
     assert limits["n/cpu"] == int(0.9 * 50 * GB) - CONTROL_BYTES, "the target is on a GPU"
 
