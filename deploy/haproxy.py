@@ -64,8 +64,8 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
         max_files: limit of open files, beyond which HAProxy would not start; None: there is none.
     """
     config = move_statistics(config, folder)
-    admin = _find(r"(?m)^    stats socket (\S+) ", config)
-    config = config.replace(admin[0], f"    stats socket {inner_admin(Path(admin[1]))} ")
+    admin = admin_socket(config)
+    config = config.replace(f"    stats socket {admin} ", f"    stats socket {inner_admin(admin)} ")
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
     asked = _find(r"(?m)^    maxconn (\d+)$", config)
     maxconn = int(asked[1])
@@ -94,6 +94,11 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
         _section("backend http_socket", [f"server http_frontend {http_socket} send-proxy-v2"]),
     ]
     return config + "\n".join([*added, ""])
+
+
+def admin_socket(config: str) -> Path:
+    """HAProxy's, as Serve knows it."""
+    return Path(_find(r"(?m)^    stats socket (\S+) ", config)[1])
 
 
 def inner_admin(admin: Path) -> Path:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.haproxy import inner_admin, rewrite
+from deploy.haproxy import admin_socket, inner_admin, rewrite
 
 PR_SET_PDEATHSIG = 1
 PROMPT_S = 0.2  # an answer of a process that hands over its sockets in time
@@ -72,7 +72,7 @@ class Wrapper:
         self._binary = binary
         file = Path(arguments[arguments.index("-f") + 1])
         config = file.read_text()
-        self._admin = _admin_socket(config)
+        self._admin = admin_socket(config)
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Of its own: a later reload overwrites Serve's.
         self._config = file.with_name(f"{file.stem}-{os.getpid()}.cfg")
@@ -214,12 +214,6 @@ def _ask(admin: Path, asked: bytes, within_s: float) -> bytes:
     except OSError:
         return b""
     return b"".join(pieces)
-
-
-def _admin_socket(config: str) -> Path:
-    found = re.search(r"(?m)^    stats socket (\S+) ", config)
-    assert found is not None, "Ray Serve's configuration names its admin socket"
-    return Path(found[1])
 
 
 def _without_handover(arguments: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from cluster.transport import bracketed
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.dashboard.pages import PAGE
-from deploy.api.outcome import AuditLog
+from deploy.api.middleware import AuditLog
 from deploy.api.tenants import ApiKeys
 from deploy.console import say_step, strip_colours
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder

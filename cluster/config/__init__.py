@@ -46,5 +46,5 @@ from cluster.config.file import (
     with_fields,
 )
 from cluster.config.rules import DraftLengthConfig, PlannerConfig, PolicyConfig, RouterConfig
-from cluster.config.section import Count, Fraction, Milliseconds, Resources, Seconds, Section
+from cluster.config.section import Count, Fraction, Resources, Seconds, Section
 from cluster.config.target import LoraModule, TargetConfig

@@ -27,13 +27,13 @@ from deploy.api.body import Strict
 from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers, is_anthropic
 from deploy.api.metrics import Peers
-from deploy.api.middleware import Boundary, Cors
+from deploy.api.middleware import AuditLog, Boundary, Cors
 from deploy.api.operators import LoadAdapterRequest, PolicyTrialRequest, SwapAdapter, TryPolicy, UnloadAdapterRequest
-from deploy.api.outcome import AuditLog
 from deploy.api.responses import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
+from deploy.api.tasks import running
 from deploy.api.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def create_app(
     async def recording(app: FastAPI) -> AsyncIterator[None]:
         try:
             around = nullcontext() if lifespan is None else lifespan(app)
-            async with service.dashboard.recording(), service.metrics_page.kept_known(), around:
+            sampling = running(service.dashboard.history.run(), "dashboard history")
+            async with sampling, service.metrics_page.kept_known(), around:
                 yield
         finally:
             if audit is not None:
@@ -140,10 +141,7 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
         places = {"api": "/v1", "dashboard": PAGE, "docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
         return JSONResponse({"server": "outrider", "version": VERSION, **places})
 
-    @app.get("/load")
-    async def load() -> JSONResponse:
-        """The number of requests that run or wait."""
-        return JSONResponse(await service.load())
+    app.get("/load", response_model=None)(service.load)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -254,7 +254,7 @@ class CallResponse(Response):
                 self._shared.metrics.record_choice(choice)
                 self._shared.metrics.record_drafts(self._call.domain, choice.request.adapter, choice.counts)
                 self._shared.dashboard.timelines.end(choice)
-                self._shared.dashboard.answers.end(choice)
+                self._shared.dashboard.history.answers.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._shared.settings.body_timeout_s, document(scope, receive, send))
 

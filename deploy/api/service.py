@@ -162,7 +162,7 @@ class Service:
         return await self._status.get()
 
     async def load(self) -> Mapping[str, object]:
-        """vLLM's measure for load balancers."""
+        """The number of requests that run or wait."""
         at_targets = sum(target.num_running + target.num_waiting for target in (await self.status()).targets)
         return {"server_load": at_targets + self._admission.num_queued}
 
@@ -361,7 +361,7 @@ class Service:
     def _on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         self.metrics.on_tokens(commit, num_needed, gap_s)
         self.dashboard.timelines.note(commit, num_needed)
-        self.dashboard.answers.note(commit)
+        self.dashboard.history.answers.note(commit)
 
     async def _checked(self, field: str, grammar: Grammar, info: ModelInfo, tenant: str) -> Grammar:
         """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""

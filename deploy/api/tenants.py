@@ -21,8 +21,6 @@ from cluster.strict_yaml import ConfigError
 from deploy.api.errors import ApiError, overloaded
 from router.planning.token_budgets import UNLIMITED, Budget, Limits, TokenBucket
 
-_HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
-
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -51,7 +49,7 @@ def _digests(keys: object) -> tuple[str, ...]:
     """Keys as hexadecimal digests. Errors and the model hold no key."""
     if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and is_key(key) for key in keys):
         raise ValueError("must list keys: strings without spaces, plain or as sha256:HEX")
-    hashed = [_HASHED.fullmatch(key) for key in keys]
+    hashed = [re.fullmatch("sha256:([0-9a-fA-F]{64})", key) for key in keys]
     if any(found is None and key.startswith("sha256:") for key, found in zip(keys, hashed, strict=True)):
         raise ValueError("must have 64 hexadecimal digits after each sha256:")
     return tuple(found[1].lower() if found else digest_of(key).hex() for key, found in zip(keys, hashed, strict=True))

@@ -18,7 +18,7 @@ from deploy.api.answer import total_counts
 from deploy.api.call import Call
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
-from deploy.api.outcome import Outcome
+from deploy.api.middleware import Outcome
 
 _PROPAGATED = (b"traceparent", b"tracestate")
 

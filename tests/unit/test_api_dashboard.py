@@ -17,8 +17,8 @@ from cluster.counts import SloCounts
 from cluster.errors import LinkClosed
 from cluster.types import Commit, FinishReason, Prefill
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.dashboard import AnswerCounts, History, Timelines
-from deploy.api.dashboard.history import MAX_REQUESTS, MAX_ROUNDS, MAX_SAMPLES, MAX_SENT_ROUNDS, RATIO
+from deploy.api.dashboard import History, Timelines
+from deploy.api.dashboard.history import MAX_REQUESTS, MAX_ROUNDS, MAX_SAMPLES, MAX_SENT_ROUNDS, RATIO, AnswerCounts
 from deploy.api.dashboard.pages import PAGE, page_paths
 from tests.support.api import app_of, chat_body, listening, model_info, saying, serving, tokenizer
 from tests.support.requests import a_request

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
-from deploy.api.outcome import AuditLog, Outcome
+from deploy.api.middleware import AuditLog, Outcome
 from deploy.api.tenants import ApiKeys, KeyFiles
 from router.planning.token_budgets import Limits
 from tests.support import wire

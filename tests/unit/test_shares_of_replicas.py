@@ -17,7 +17,7 @@ from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed, OutriderError
 from deploy.api.admission import Admission
 from deploy.api.metrics import Peers
-from deploy.api.outcome import AuditLog, Outcome
+from deploy.api.middleware import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import ApiKeys
 from deploy.serve_app import replicas_of

@@ -1,10 +1,9 @@
-"""The dashboard: a page of static files (`pages`), the data that it reads, and the recording of it."""
+"""The dashboard: a page of static files (`pages`), and the data that it reads."""
 
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, astuple
 
 from fastapi import Request
@@ -12,9 +11,8 @@ from starlette.responses import JSONResponse
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
-from deploy.api.dashboard.history import INTERVAL_S, AnswerCounts, History, Timelines
+from deploy.api.dashboard.history import INTERVAL_S, History, Timelines
 from deploy.api.errors import bad_request, shorten
-from deploy.api.tasks import running
 from deploy.api.tenants import NOBODY, Tenant
 
 PATH = "/v1/outrider/dashboard"
@@ -29,20 +27,11 @@ class DashboardData:
         self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int], num_replicas: int = 1
     ) -> None:
         self.timelines = Timelines()
-        self._history = History(status, num_queued)
+        self.history = History(status, num_queued)
         self._status = status
         self._num_queued = num_queued
         self.num_replicas = num_replicas
         self._epoch = secrets.token_hex(8)  # versions count from the start of this process
-
-    @property
-    def answers(self) -> AnswerCounts:
-        """Of this process, since the newest sample."""
-        return self._history.answers
-
-    def recording(self) -> AbstractAsyncContextManager[None]:
-        """Samples the status within the block."""
-        return running(self._history.run(), "dashboard history")
 
     async def answer(self, request: Request) -> JSONResponse:
         """What changed since the answer of this process that a parameter ``after`` names, as EPOCH.VERSION.SAMPLE; without
@@ -69,7 +58,7 @@ class DashboardData:
             "requests": [asdict(one) for one in timelines.requests(after, tenant)],
             "rounds": [astuple(one) for one in timelines.rounds(after, tenant)],  # fields as in `Round`
             "drafts": timelines.drafts(),
-            "samples": self._history.samples(sample),
+            "samples": self.history.samples(sample),
         }
         return JSONResponse(answer, headers={"cache-control": "no-store"})
 
