@@ -16,16 +16,7 @@ from actors.ray_groups import named_groups
 from actors.ray_pool import Deployment, RaySpawner, start_supervisor
 from actors.supervisor import Supervisor
 from cluster.client import ClusterStatus
-from cluster.config import (
-    DrafterConfig,
-    ModelConfig,
-    NgramOptions,
-    Resources,
-    ScalingConfig,
-    Section,
-    SloClass,
-    SloConfig,
-)
+from cluster.config import DrafterConfig, ModelConfig, NgramOptions, Resources, ScalingConfig, Section, SloClass, SloConfig
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
@@ -57,12 +48,7 @@ def _deployment(model: Path, state: Path, **changes: Section) -> Deployment:
     """One target that may become two, and no drafter that may become two."""
     base = small_config(str(model), state)
     of_target = base.target.model_copy(
-        update={
-            "device": "cpu",
-            "kv_cache_gb": 0.01,
-            "max_replicas": 2,
-            "resources": Resources(cpus=1, gpus=0, threads=1),
-        }
+        update={"device": "cpu", "kv_cache_gb": 0.01, "max_replicas": 2, "resources": Resources(cpus=1, gpus=0, threads=1)}
     )
     ngram = DrafterConfig(
         name="ngram",

@@ -37,8 +37,8 @@ from engine.cuda.ops import CudaOps
 from engine.device import to_device, to_host
 from engine.exit_lens import ReducedScores, exit_scores
 from engine.exit_rows import WatchedRows
-from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.hidden_states import HiddenStateCache
 from engine.kv_cache import KvCache
 from engine.native import NativeLimits, NativeTarget
 from engine.noise import gumbel, noise_keys
@@ -75,7 +75,7 @@ SAMPLINGS = (
 
 def loaded(place: Place, folder: Path, dtype: str = "float32") -> CausalModel:
     with place.loading() as device:
-        return load_model(folder, dtype, device)
+        return factory.load_model(folder, dtype, device)
 
 
 def kernels_launch(place: Place, folder: Path) -> None:
@@ -258,7 +258,7 @@ def a_target_says_what_one_on_a_cpu_says(place: Place, folder: Path) -> None:
     size = (7, 24) if place.is_gpu else (2, 2)
     model = loaded(place, folder / "model")
     assert isinstance(model.ops, CudaOps)
-    assert played(target_of(model), *size) == played(target_of(load_model(folder / "model", "float32")), *size)
+    assert played(target_of(model), *size) == played(target_of(factory.load_model(folder / "model", "float32")), *size)
 
 
 def a_pass_is_over_when_execute_returns(place: Place, folder: Path) -> None:
@@ -272,7 +272,7 @@ def a_pass_is_over_when_execute_returns(place: Place, folder: Path) -> None:
 def a_model_drafts_what_it_drafts_on_a_cpu(place: Place, folder: Path) -> None:
     write_tiny_model(folder / "model")
     chosen = []
-    for model in (loaded(place, folder / "model"), load_model(folder / "model", "float32")):
+    for model in (loaded(place, folder / "model"), factory.load_model(folder / "model", "float32")):
         small = SmallModel(model, num_blocks=16, vocab_size=model.config.vocab_size, eos_token_ids=(1,))
         found = []
         for i, sampling in enumerate(SAMPLINGS if place.is_gpu else SAMPLINGS[2:4]):
@@ -347,10 +347,10 @@ def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folde
     if num_ranks > 1 and not (find_spec("xgrammar") and find_spec("google.protobuf")):
         raise Skipped("needs xgrammar and protobuf")
     write_tiny_model(folder / "model", hidden_size=144, num_attention_heads=9, num_key_value_heads=3)
-    whole = played(target_of(load_model(folder / "model", "float32", "cuda")), 6, 24)
+    whole = played(target_of(factory.load_model(folder / "model", "float32", "cuda")), 6, 24)
     if num_ranks == 1:
         ranks = NcclRanks(dist.HashStore(), 0, 1, "127.0.0.1", 60.0, torch.device("cuda", 0))
-        assert played(target_of(load_model(folder / "model", "float32", "cuda", ranks=ranks)), 6, 24) == whole
+        assert played(target_of(factory.load_model(folder / "model", "float32", "cuda", ranks=ranks)), 6, 24) == whole
         return
     from engine.tensor_parallel.local import load_over_local_ranks
 
@@ -392,7 +392,8 @@ def _named(check: Any, *case: Any) -> tuple[str, Check]:
 
 
 def parts_of_a_device_compute_at_once(place: Place, folder: Path) -> None:
-    """Products in a Green Context equal those on the whole device, take longer, and run beside those in the other one."""
+    """Products in a Green Context equal those on the whole device, take longer, run beside those in the other one, and are
+    complete where the other one reads them."""
     if not place.is_gpu or find_spec("cuda") is None:
         raise Skipped("needs a GPU and the package cuda-python")
     torch.ones(1, device=place.device)
@@ -420,6 +421,19 @@ def parts_of_a_device_compute_at_once(place: Place, folder: Path) -> None:
     (first, first_s), (second, second_s) = at_once(half.target, half.drafter)
     for found in (part, first, second):
         torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-1)
+    states = HiddenStateCache((1, len(matrix)), (0,), 1, 1, torch.float32, place.device)
+
+    def written(lane: Lane) -> None:
+        lane.enter()
+        states.write(torch.zeros(1, dtype=torch.int64, device=place.device), (matrix @ matrix)[:1])
+
+    def read(lane: Lane) -> torch.Tensor:
+        lane.enter()
+        return states.read([(np.zeros(1, np.int32), 0, 1)]).cpu()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(written, half.target).result()
+        torch.testing.assert_close(other.submit(read, half.drafter).result(), whole[:1].cpu(), rtol=1e-3, atol=1e-1)
     assert alone_s > 1.3 * whole_s, "half of the multiprocessors are as fast as all: the lane was not entered"
     assert max(first_s, second_s) < 1.5 * max(alone_s, whole_s), "the lanes compute by turns"
 
@@ -427,7 +441,7 @@ def parts_of_a_device_compute_at_once(place: Place, folder: Path) -> None:
 def rows_leave_beside_a_pass(place: Place, folder: Path) -> None:
     """Margins are those of a CPU, also while the device is busy; and rows that leave change no token."""
     write_tiny_model(folder / "model", num_layers=6, hidden_size=64)
-    plainly = load_model(folder / "model", "float32")
+    plainly = factory.load_model(folder / "model", "float32")
     with mock.patch.object(early_exit, "DEPTHS", (0.5, 1.0)):
         model = loaded(place, folder / "model")
         rng, ids = np.random.default_rng(1), np.arange(0, 250, 3)

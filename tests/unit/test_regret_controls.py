@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from router.assignment import (
-    NO_LEVELS,
-    AssignmentPolicy,
-    Chain,
-    Levels,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-)
+from router.assignment import NO_LEVELS, AssignmentPolicy, Chain, Levels, Observation, PoolMember, RequestView, ScoreCounts
 from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
