@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,7 @@ def test_nothing_is_left_of_shared_memory_when_an_end_is_killed() -> None:
 _PAUSED = """
 import queue, threading, torch
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from cluster.transport.tensors import groups
 from cluster.transport.tensors import Frame, Part, TensorEnd
 groups.HEARTBEAT_S, groups.SILENCE_S = 0.1, 1.0
@@ -358,8 +360,15 @@ def test_an_end_that_comes_back_meets_its_new_peer(kind: str) -> None:
         assert ends[number].reasons.get(timeout=DEADLINE_S)
 
 
-def test_nobody_who_calls_or_answers_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_MEET", groups.timedelta(seconds=0.3))
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Who meets nobody gives up soon."""
+    with mock.patch.object(groups, "_MEET", groups.timedelta(seconds=0.3)):
+        yield
+
+
+@impatient()
+def test_nobody_who_calls_or_answers_is_waited_for_without_end() -> None:
     meeting = Meeting("127.0.0.1")
     with pytest.raises(LinkClosed, match="did not call"):
         meeting.answer("drafter", CPU)
@@ -368,14 +377,13 @@ def test_nobody_who_calls_or_answers_is_waited_for_without_end(monkeypatch: pyte
             call(address, "drafter", CPU, End().end)
 
 
-def test_a_caller_that_was_not_met_is_not_met_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_was_not_met_is_not_met_later() -> None:
     meeting = Meeting("127.0.0.1")
-    monkeypatch.setattr(groups, "_MEET", groups.timedelta(seconds=0.3))
-    with pytest.raises(LinkClosed):
-        call(meeting.address, "drafter", CPU, End().end)
-    with pytest.raises(LinkClosed, match="wait timeout"):  # for the next call, however late that is
-        meeting.answer("drafter", CPU)
-    monkeypatch.undo()
+    with impatient():
+        with pytest.raises(LinkClosed):
+            call(meeting.address, "drafter", CPU, End().end)
+        with pytest.raises(LinkClosed, match="wait timeout"):  # for the next call, however late that is
+            meeting.answer("drafter", CPU)
     end = End()
     link, _ = link_by("shared", end, meeting=meeting)
     link.send(frame(1))

@@ -11,10 +11,9 @@ from benchmarks.drafters import QUICK, Findings
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark
-from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.tiny_model import ship, write_tiny_layers, write_tiny_model
 from tests.support.word_model import write_wordy_model
 
 
@@ -97,8 +96,7 @@ def test_a_drafter_without_enough_drafts_has_no_confidence_figures() -> None:
 
 def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target")
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(shipped, "MODEL", str(target))
+    ship(monkeypatch, tmp_path / "shipped", target)
     assert [config.name for config in pool(str(target))] == ["ngram", "suffix", "table", "cascade"]
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(200))
     configs = {config.name: config for config in pool(str(target))}
@@ -112,8 +110,7 @@ def test_everything_is_measured_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(shipped, "MODEL", str(target))
+    ship(monkeypatch, tmp_path / "shipped", target)
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
     monkeypatch.setattr(bench, "QUICK", replace(QUICK, num_new_tokens=8, num_cost_rounds=2))

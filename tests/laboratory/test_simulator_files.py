@@ -15,13 +15,12 @@ from cluster.errors import InvalidField, OutriderError
 from cluster.sampling_params import SamplingParams
 from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo
-from drafters import shipped
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
 from simulator.recording import AgreementRecording, Recorder, read_recording
 from simulator.scenario import Recorded, ServingScenario, read_scenario
 from simulator.serving import read_trace, requests
-from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.tiny_model import ship, write_tiny_layers, write_tiny_model
 
 INFO = ModelInfo("m", 100, 4096, (99,), "f")
 SAMPLING = SamplingParams(64, temperature=0.0)
@@ -104,8 +103,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 
 def test_a_pool_is_recorded_on_the_answers_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(shipped, "MODEL", str(target))
+    ship(monkeypatch, tmp_path / "shipped", target)
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     monkeypatch.setattr(record, "NUM_QUICK", 4)
     monkeypatch.setattr(record, "NUM_NEW_TOKENS", 12)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -101,6 +102,12 @@ def write_renamed(folder: Path, model: Path, pieces: Mapping[str, str], ids: Seq
     tensors["model.embed_tokens.weight"] = torch.empty_like(embedding).index_copy_(0, torch.tensor(new), embedding)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def ship(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Path | str) -> None:
+    """The drafters below ``folder`` are those that are shipped, for ``target``."""
+    monkeypatch.setattr("drafters.shipped.FOLDER", folder)
+    monkeypatch.setattr("drafters.shipped.MODEL", str(target))
 
 
 def _random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:

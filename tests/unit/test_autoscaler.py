@@ -168,8 +168,8 @@ def test_a_new_scaler_keeps_targets_beside_good_drafters() -> None:
     assert (size.num_targets, size.num_drafters) == (3, {"ngram": 3})
 
 
-async def test_a_resize_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetScaler, "period_s", 0.0)
+@pytest.mark.usefixtures("quick")
+async def test_a_resize_that_fails_is_tried_again() -> None:
     cluster = Cluster()
     cluster.broken, cluster.running, cluster.waiting = True, 4, 400
     loop = asyncio.create_task(cluster.scaler.run())
@@ -303,8 +303,13 @@ def test_every_change_is_kept_with_its_reason() -> None:
 # ---- under the supervisor
 
 
-async def test_the_supervisor_runs_it_and_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FleetScaler, "period_s", 0.001)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_supervisor_runs_it_and_tells_what_it_did() -> None:
     spawner = PretendedSpawner(cost_tables=COST, num_waiting=400)
     supervisor = Supervisor(CONFIG, spawner, None, machine)
     try:
@@ -319,8 +324,8 @@ async def test_the_supervisor_runs_it_and_tells_what_it_did(monkeypatch: pytest.
         await supervisor.stop()
 
 
-async def test_a_restarted_supervisor_scales_on_from_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetScaler, "period_s", 0.001)
+@pytest.mark.usefixtures("quick")
+async def test_a_restarted_supervisor_scales_on_from_what_runs() -> None:
     spawner = PretendedSpawner(found=["target-0", "target-1", "router"], cost_tables=COST, num_waiting=400)
     supervisor = Supervisor(CONFIG, spawner, None, machine)
     try:

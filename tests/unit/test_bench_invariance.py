@@ -17,7 +17,6 @@ from benchmarks.harness import Harness, RunConditions
 from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, HiddenStateKind, HiddenStateOptions
 from cluster.sampling_params import SamplingParams
-from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
 from engine.sampling import Chosen
@@ -28,7 +27,7 @@ from router.drafting.verification import PassContext
 from router.plan import Capacity, SequenceView, Span
 from router.planning.planner import StepPlanner
 from tests.support.dspark import write_dspark
-from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.tiny_model import ship, write_tiny_layers, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +82,7 @@ def test_all_that_is_shipped_is_held_to_the_target(
     target, folder = Path(options.model), tmp_path / "drafters"
     write_dspark(folder / "dspark", target, block_size=5)
     write_tiny_layers(folder / "layers-2", target, range(257))
-    monkeypatch.setattr(shipped, "FOLDER", folder)
-    monkeypatch.setattr(shipped, "MODEL", options.model)
+    ship(monkeypatch, folder, options.model)
     result = invariance.run(options)
     assert result.figures["identical_fraction"] == 1.0
     assert result.figures["as_meant_fraction"] == 1.0

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 
@@ -213,15 +214,9 @@ def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller,
     listeners = [listen(address, Mailbox(), TARGET) for address in addresses]
     caller.dialer.set_addresses(addresses)
     caller.turn()
-    submit = ThreadPoolExecutor.submit
-
-    def refuse(*args: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
-    caller.dialer.set_addresses([*addresses, "memory://nobody"])
-    caller.turn()
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with patch.object(ThreadPoolExecutor, "submit", side_effect=RuntimeError("can't start new thread")):
+        caller.dialer.set_addresses([*addresses, "memory://nobody"])
+        caller.turn()
     release.set()
     caller.until_linked(5)
     assert sorted(dialled[:5]) == addresses

@@ -1,8 +1,10 @@
 """Public layouts of drafters that read hidden states, made small: each is read as what it was written as, and drafts what
 its network computes. What cannot be computed as it was trained is refused by name."""
 
+import ast
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.config import HiddenStateKind
+from cluster.config import HIDDEN_STATE_FORMS, HiddenStateKind
 from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
@@ -235,3 +237,34 @@ def test_a_sliding_window_leaves_out_the_context_before_it(target: Path) -> None
     assert torch.equal(network(features, token_ids, (50,), anchors), whole)
     features[14] = 3.0
     assert not torch.equal(network(features, token_ids, (50,), anchors), whole)
+
+
+# ---- where the product names the kinds of drafters that read hidden states
+
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("cluster", "router", "profiler", "engine", "drafters", "training", "actors", "deploy")
+VERIFICATION = {Path("cluster/config/rules.py"), Path("router/drafting/policies.py")}  # the policy `dspark` is no drafter
+
+
+def strings(text: str) -> list[str]:
+    """Of code, without docstrings."""
+    tree = ast.parse(text)
+    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said
+    ]
+
+
+@pytest.mark.parametrize("kind", HIDDEN_STATE_FORMS)
+def test_a_kind_is_named_in_at_most_four_files(kind: str) -> None:
+    named = {
+        path.relative_to(ROOT)
+        for folder in PRODUCT
+        for path in (ROOT / folder).rglob("*.py")
+        if kind in (code := path.read_text()) and any(re.search(rf"\b{kind}\b", text) for text in strings(code))
+    }
+    assert Path("cluster/config/drafters.py") in named
+    assert len(named - VERIFICATION) <= 4, sorted(map(str, named))

@@ -112,6 +112,17 @@ class _ServerMailbox(Mailbox):
         return super().wait(0.0)
 
 
+@pytest.fixture(autouse=True)
+def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposers, "_fingerprint_of", lambda tokenizer: "")
+
+
+@pytest.fixture
+def repetitive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups draft well, too."""
+    monkeypatch.setattr("tests.support.vllm_batch.next_token", lambda token_ids: token_ids[-7])
+
+
 class Server:
     """vLLM's, with requests that end when they are told to. ``elsewhere`` None: without the drafter."""
 
@@ -120,7 +131,6 @@ class Server:
         if elsewhere is not None:
             monkeypatch.setenv(URL_SETTING, "grpc://elsewhere:1")
             monkeypatch.setattr(proposers, "dialled", lambda url, target: elsewhere.server)
-            monkeypatch.setattr(proposers, "_fingerprint_of", lambda tokenizer: "")
         self._clock = elsewhere or Elsewhere(0.0)
         self.proposer = PoolProposer(vllm_config(), lambda: self._clock.now_s)
         self.batch = Batch(self._propose)
@@ -191,8 +201,8 @@ def test_one_that_fails_costs_its_drafts_alone(fails: Callable[[Elsewhere], None
     assert server.run(100) > 1000, "it is used again"
 
 
+@pytest.mark.usefixtures("repetitive")
 def test_an_error_beside_its_link_leaves_the_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.vllm_batch.next_token", lambda token_ids: token_ids[-7])
     server = Server(monkeypatch, Elsewhere(0.2 * PASS_S), '{"kind": "ngram"}')
     server.run(20)
     link = server.drafts._drafters
@@ -206,10 +216,10 @@ def test_an_error_beside_its_link_leaves_the_lookups(monkeypatch: pytest.MonkeyP
     assert not server.run(20), "nothing is left that drafts, and vLLM serves on"
 
 
+@pytest.mark.usefixtures("repetitive")
 def test_the_better_of_two_drafts_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lookups draft as well, nobody waits."""
     elsewhere = Elsewhere(0.2 * PASS_S)
-    monkeypatch.setattr("tests.support.vllm_batch.next_token", lambda token_ids: token_ids[-7])
     server = Server(monkeypatch, elsewhere, '{"kind": "ngram"}')
     server.run(50)
     waited_s = elsewhere.server.waited_s
@@ -230,7 +240,6 @@ def test_it_is_linked_over_grpc_as_any_drafter(secure: bool, tmp_path: Path, mon
         query = "?" + urlencode(fields) if secure else ""
         monkeypatch.setenv(SETTING, POOR_LOOKUP)
         monkeypatch.setenv(URL_SETTING, f"{actor.address}{query}")
-        monkeypatch.setattr(proposers, "_fingerprint_of", lambda tokenizer: "")
         proposer = PoolProposer(vllm_config())
         drafts, batch = proposer._drafter, Batch(proposer.propose)
         assert isinstance(drafts, DraftersElsewhere)

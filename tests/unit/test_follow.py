@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -73,10 +74,14 @@ class Hanging:
         return {}
 
 
+def killed_by(monkeypatch: pytest.MonkeyPatch, kill: Callable[[Any, bool], None]) -> None:
+    monkeypatch.setattr(serve_app.ray, "kill", kill)
+
+
 async def test_a_supervisor_that_hangs_is_killed_and_the_status_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pids = Hanging(4)
     supervisor, kills = SimpleNamespace(pids=pids), list[Any]()
-    monkeypatch.setattr(serve_app.ray, "kill", lambda actor, no_restart: kills.append((actor, no_restart)))
+    killed_by(monkeypatch, lambda actor, no_restart: kills.append((actor, no_restart)))
     watch = serve_app.SupervisorWatch(supervisor, QUICK, lambda: True)
     assert watch.noted(STATUS) is STATUS
     watching = asyncio.create_task(watch.run())
@@ -99,7 +104,7 @@ async def test_a_supervisor_is_killed_only_by_the_replica_on_duty(monkeypatch: p
         killers.append(on_duty)
         on_duty = "second"
 
-    monkeypatch.setattr(serve_app.ray, "kill", killed)
+    killed_by(monkeypatch, killed)
     watches = {
         name: serve_app.SupervisorWatch(supervisor, QUICK, partial(lambda name: name == on_duty, name))
         for name in ("first", "second")

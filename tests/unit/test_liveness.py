@@ -25,18 +25,12 @@ from router.drafter.policies import build_policy
 from router.drafter.router import Router
 from router.plan import Span
 from router.planning.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
+from tests.support.linked_loops import HandClock
 from tests.support.requests import a_request
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = HandClock()
     passes = PassProgress(clock)
     monkeypatch.setattr("engine.mailbox.PASSES", passes)
     monkeypatch.setattr("engine.mailbox.time", SimpleNamespace(monotonic=clock))
@@ -54,7 +48,7 @@ def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_time_of_a_start_is_no_stall_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a router whose start took long would be replaced in its first slot, and the next one, too."""
-    clock, may_end = Clock(), threading.Event()
+    clock, may_end = HandClock(), threading.Event()
     memory = SimpleNamespace(
         recall=lambda policy: may_end.wait(60.0), save=lambda policy, now_s: None, close=lambda: None, fault=None
     )

@@ -102,9 +102,13 @@ async def _no_counts() -> ClusterStatus:
     return ClusterStatus("toy", "fixed", 0, (), ())
 
 
+def wait_for_links(monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> None:
+    monkeypatch.setattr(gateway, "RELINK_S", deadline_s)
+
+
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(gateway, "RELINK_S", 0.5)
+    wait_for_links(monkeypatch, 0.5)
     monkeypatch.setattr("cluster.transport.dialer.MAX_PAUSE_S", 0.05)
     cluster = Cluster()
     await cluster.link(0)
@@ -141,7 +145,7 @@ async def test_a_target_whose_link_alone_was_lost_has_not_failed(
     cluster: Cluster, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network that resets every connection takes two targets from a request between its tokens."""
-    monkeypatch.setattr(gateway, "RELINK_S", 10.0 if lives else 0.5)
+    wait_for_links(monkeypatch, 10.0 if lives else 0.5)
     first, second = cluster.targets[:2]
     cluster.ask("unlucky")
     await first.gets("unlucky")
@@ -212,7 +216,7 @@ async def test_a_request_whose_commits_are_unsound_ends(cluster: Cluster) -> Non
 
 async def test_a_reset_of_the_last_link_is_no_evidence(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two targets failed under two requests. Of the one that is tried alone then, only the link is reset."""
-    monkeypatch.setattr(gateway, "RELINK_S", 10.0)
+    wait_for_links(monkeypatch, 10.0)
     cluster.ask("x", "y")
     await fail(cluster, [0, 1], "x", "y")
     third = await cluster.link(2)

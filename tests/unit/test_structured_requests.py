@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,23 +138,24 @@ def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_request_alone(clus
     assert good.commits[-1].finish is FinishReason.STOP
 
 
-def test_a_compiler_that_fails_unexpectedly_ends_its_request_alone(
-    cluster: EmbeddedCluster, engine: NativeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(self: Grammars, grammar: Grammar) -> Any:
+@pytest.fixture
+def compile_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Grammar], Any]], None]:
+    return lambda compiles: monkeypatch.setattr(Grammars, "compile", lambda self, grammar: compiles(grammar))
+
+
+def test_a_compiler_that_fails_unexpectedly_ends_its_request_alone(cluster: EmbeddedCluster, compile_by: Any) -> None:
+    def failing(grammar: Grammar) -> Any:
         raise TypeError("a defect")
 
     plain = request(1, GRAMMARS[0])
     plain = replace(plain, sampling=replace(plain.sampling, grammar=None, max_tokens=5, ignore_eos=True))
-    monkeypatch.setattr(Grammars, "compile", failing)
+    compile_by(failing)
     bad, good = cluster.complete([request(0, Grammar(GrammarKind.REGEX, "fails|here")), plain])
     assert bad.commits[-1].error == "its grammar cannot be compiled: TypeError: a defect"
     assert len(good.token_ids) == 5
 
 
-def test_no_round_waits_for_a_compile(
-    cluster: EmbeddedCluster, engine: NativeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_round_waits_for_a_compile(cluster: EmbeddedCluster, engine: NativeTarget, compile_by: Any) -> None:
     release, grammars = threading.Event(), engine.grammars
     assert grammars is not None
     compile_now = grammars.compile
@@ -163,7 +164,7 @@ def test_no_round_waits_for_a_compile(
         assert release.wait(60)
         return compile_now(grammar)
 
-    monkeypatch.setattr(Grammars, "compile", lambda self, grammar: late(grammar))
+    compile_by(late)
     slow = cluster.begin([request(0, Grammar(GrammarKind.REGEX, "late|never"))])
     plain = replace(request(1, GRAMMARS[0]), sampling=SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
     (quick,) = cluster.complete([plain])
@@ -183,15 +184,15 @@ def test_a_grammar_that_allows_no_token_refuses_its_request_alone(cluster: Embed
 
 
 def test_a_compile_that_outlasts_its_deadline_refuses_the_request_for_now(
-    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: EmbeddedCluster, compile_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
 
-    def never(self: Grammars, grammar: Grammar) -> Any:
+    def never(grammar: Grammar) -> Any:
         assert release.wait(60)
         raise RuntimeError("nobody waits for this")
 
-    monkeypatch.setattr(Grammars, "compile", never)
+    compile_by(never)
     monkeypatch.setattr(waiting, "COMPILE_S", 0.0)
     try:
         with pytest.raises(Overloaded, match="was not compiled within"):
