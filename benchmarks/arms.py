@@ -18,13 +18,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
+from benchmarks.load import HttpTarget, LoadRequest, checked, run_streams, sum_tokens
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
 from cluster.config import Config, TargetConfig
-from cluster.errors import OutriderError
 from engine.models.prepare import ensure_model
 
 STREAMS = (1, 4, 8, 16, 32)
@@ -39,10 +38,6 @@ LIMIT_S, LIMIT_QUICK_S = 900.0, 25.0  # for each number of streams
 FIRST_MINUTE_S = 60.0
 WARM_ROUNDS = 1  # whose ratios do not count, after the first minute is over
 FIRST_STREAMS, FIRST_STREAMS_QUICK = STREAMS, (8,)  # of fresh servers
-
-
-class ArmFailed(OutriderError):
-    """A request was not answered, so that there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +120,12 @@ class Server:
         ]
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
         answers = asyncio.run(run_streams(self._http.ask, asks, num_streams))
-        num_tokens = _num_tokens(arm, answers)
+        num_tokens = sum_tokens(checked(answers, f"a request of {arm}"))
         return Turn((time.monotonic() - began_s) / num_tokens, (self._cpu_s() - began_cpu_s) / num_tokens)
 
     def _cpu_s(self) -> float:
         times = [target.cpu_times() for target in self._targets]
         return sum([each.user + each.system for each in times])
-
-
-def _num_tokens(arm: str, answers: Sequence[TimedAnswer]) -> int:
-    """Raises ArmFailed unless every request was answered."""
-    for answer in answers:
-        if answer.error is not None:
-            raise ArmFailed(f"{arm}: {answer.error}")
-    return sum([answer.num_tokens for answer in answers])
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -180,7 +167,7 @@ def _all_arms(server: Server, limit_s: float, figures: dict[str, float], console
 def _prompts(options: BenchOptions) -> list[tuple[int, ...]]:
     files = options.prompts or options.data_prompts
     num = len(choose_prompts(files, NUM_PROMPTS))
-    return asyncio.run(tokenize(Path(ensure_model(options.model)), files, num))
+    return tokenize(Path(ensure_model(options.model)), files, num)
 
 
 def _config(options: BenchOptions) -> Config:

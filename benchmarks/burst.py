@@ -23,9 +23,9 @@ from rich.console import Console
 from benchmarks.faults import pinned, with_files
 from benchmarks.host_fleet import TARGET, Fleet, fleet
 from benchmarks.hosts import HostedServer
-from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
+from benchmarks.load import LoadRequest, TimedAnswer, checked, run_arrivals, run_streams, tokens_per_s
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.serve import checked, local_config, tokenize
+from benchmarks.serve import local_config, tokenize
 from benchmarks.server import ServerProcess
 from cluster.config import Config, Resources, RouterConfig, ScalingConfig, SloClass, SloConfig
 from engine.models.prepare import ensure_model
@@ -97,7 +97,7 @@ def run(options: BenchOptions) -> BenchResult:
     else 300 s.
     """
     folder = ensure_model(options.model)
-    prompts = asyncio.run(tokenize(folder, options.prompts, NUM_PROMPTS))
+    prompts = tokenize(folder, options.prompts, NUM_PROMPTS)
     asks = [
         LoadRequest(f"stream-{i}", prompt[-MAX_PROMPT_LEN:], NUM_TOKENS, temperature=0.8 * (i % 2), seed=1000 + i)
         for i, prompt in enumerate(prompts)

@@ -15,9 +15,9 @@ from rich.console import Console
 from actors.gateway import LinkClient
 from actors.worker import set_threads
 from benchmarks.embedded import EmbeddedCluster
-from benchmarks.load import percentile
+from benchmarks.load import BenchFailed, percentile
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from benchmarks.serve import BenchFailed, local_config
+from benchmarks.serve import local_config
 from cluster.config import TargetConfig
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams

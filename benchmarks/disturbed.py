@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from benchmarks.injections import lost, running
-from benchmarks.load import LoadRequest, TimedAnswer, run_streams
-from benchmarks.recovery import Metrics
-from benchmarks.serve import checked
+from benchmarks.load import LoadRequest, TimedAnswer, checked, run_streams
 from benchmarks.server import ServerProcess
 from cluster.errors import OutriderError
 
@@ -25,6 +23,10 @@ POLL_S = 0.05
 RECOVERY_POLL_S = 0.2  # finding a server's processes takes some 20 ms of a core, which the server could use
 STATUS_AGE_S = 1.5  # the API's status is up to a second old
 DEADLINE_S = 300.0
+
+
+# A figure of the cluster by its name and member ("": none).
+Metrics = Mapping[tuple[str, str], float]
 
 
 class FaultBenchFailed(OutriderError):
@@ -179,3 +181,31 @@ class DisturbedServer:
 
     def _http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)
+
+
+def routes_again() -> Callable[[Metrics], bool]:
+    """A new table was published after the kill."""
+    first: float | None = None
+
+    def recovered(metrics: Metrics) -> bool:
+        nonlocal first
+        version = metrics.get(("outrider_routing_table_version", ""))
+        if version is None:
+            return False
+        first = version if first is None else first
+        return version > first
+
+    return recovered
+
+
+def target_is_ready() -> Callable[[Metrics], bool]:
+    """It was down and is ready."""
+    seen_down = False
+
+    def recovered(metrics: Metrics) -> bool:
+        nonlocal seen_down
+        ready = any(value for (name, _), value in metrics.items() if name == "outrider_target_ready")
+        seen_down = seen_down or not ready
+        return seen_down and ready
+
+    return recovered

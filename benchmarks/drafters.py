@@ -14,16 +14,15 @@ from functools import partial
 from rich.console import Console
 
 from benchmarks import equal_drafters
-from benchmarks.accepted_length import accepted
 from benchmarks.draft_cost import draft_cost
-from benchmarks.fixtures import Fixtures
+from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.harness import Harness, RunConditions
 from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
 from cluster.config import DrafterConfig, HiddenStateOptions
-from drafters.replay import Round
+from drafters.replay import Recording, Round, replay
 from engine.threads import in_own_thread
 
 DRAFT_LENS = (7, 4)
@@ -31,6 +30,8 @@ TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
 
 NUM_REMOTE_PROMPTS, NUM_REMOTE_TOKENS = 4, 24
+
+Key = tuple[str, float, int]  # drafter, temperature, draft length
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def run(options: BenchOptions) -> BenchResult:
     configs = (*pool(options.model), *alike)
     fixtures = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
-    rounds, recordings = in_own_thread(lambda: accepted(fixtures, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
+    rounds, recordings = in_own_thread(lambda: _accepted(fixtures, configs, prompts, tell))
     found = {config.name: Findings() for config in configs}
     for (name, temperature, draft_len), of_drafter in rounds.items():
         found[name].rounds[temperature, draft_len] = of_drafter
@@ -78,6 +79,31 @@ def run(options: BenchOptions) -> BenchResult:
     tell("done")
     one = result(found, len(prompts), effort.num_new_tokens)
     return replace(one, figures={**one.figures, **remote})
+
+
+def _accepted(
+    fixtures: Fixtures,
+    configs: Sequence[DrafterConfig],
+    prompts: Sequence[BenchPrompt],
+    tell: Callable[[str], None],
+) -> tuple[Mapping[Key, list[Round]], Mapping[float, list[Recording]]]:
+    """The rounds of all drafters, and the answers that they were replayed on.
+
+    Answers are recorded in parts, and every drafter is replayed on a part while the target's cache still holds it. A drafter
+    has one instance per temperature and draft length, which sees all parts: most learn.
+    """
+    drafters = {(config.name, t, n): fixtures.make(config) for config in configs for t in TEMPERATURES for n in DRAFT_LENS}
+    rounds: dict[Key, list[Round]] = {key: [] for key in drafters}
+    recordings: dict[float, list[Recording]] = {t: [] for t in TEMPERATURES}
+    for number, part in enumerate(fixtures.record(prompts, TEMPERATURES)):
+        tell(f"answers {number * MAX_BATCH + 1} to {min(len(prompts), (number + 1) * MAX_BATCH)} of {len(prompts)}")
+        for temperature, answers in part.items():
+            recordings[temperature].extend(answers)
+            with fixtures.holding(answers):
+                for key, drafter in drafters.items():
+                    if key[1] == temperature:
+                        rounds[key] += replay(drafter, answers, key[2], batch=MAX_BATCH)
+    return rounds, recordings
 
 
 def remote_over_colocated(model: str, configs: Sequence[DrafterConfig], prompts: Sequence[BenchPrompt]) -> dict[str, float]:

@@ -49,6 +49,7 @@ from engine.models.prepare import ensure_model, weights_file
 from engine.models.weights import SINGLE
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
+from engine.target import compute
 from engine.tensor_parallel.local import load_over_local_ranks
 from profiler.interleaved import OwnTime
 from router.cost_model import TableCost
@@ -152,10 +153,7 @@ class _Run:
 
     def _admit(self, request: Request) -> None:
         target, prompt = self._side.target, request.prompt_token_ids
-        start = target.open(request, prompt)
-        while len(prompt) - start > MAX_PASS_TOKENS:
-            target.execute([Span.bound(request.id, start, prompt[start : start + MAX_PASS_TOKENS], samples=False)])
-            start += MAX_PASS_TOKENS
+        start = compute(target, request, prompt, len(prompt) - 1)
         (outcome,) = target.execute([Span.bound(request.id, start, prompt[start:])])
         self._side.drafter.open(key_of(0, request.id), prompt, len(prompt), request.sampling)
         self._live[request.id] = request, []

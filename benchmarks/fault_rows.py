@@ -25,10 +25,11 @@ from benchmarks.disturbed import (
     Disturbed,
     DisturbedServer,
     FaultBenchFailed,
+    Metrics,
+    routes_again,
 )
 from benchmarks.injections import ACTORS
 from benchmarks.load import LoadRequest, TimedAnswer
-from benchmarks.recovery import Metrics, routes_again
 from benchmarks.redis_server import RedisServer
 from benchmarks.report import Cell
 from benchmarks.server import ServerProcess

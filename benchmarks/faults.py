@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer
+from benchmarks.disturbed import (
+    DEADLINE_S,
+    POLL_S,
+    Disturbed,
+    DisturbedServer,
+    routes_again,
+    target_is_ready,
+)
 from benchmarks.fault_rows import SHOWN, RowResult, measure
 from benchmarks.host_rows import start_host_rows
 from benchmarks.injections import (
@@ -26,11 +33,10 @@ from benchmarks.injections import (
     unlinked_peers,
     without_descriptors,
 )
-from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.load import LoadRequest, TimedAnswer, checked
 from benchmarks.local_rows import start_local_rows
-from benchmarks.recovery import routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.serve import checked, local_config, tokenize, with_state
+from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
 from cluster.config import Config, PolicyConfig, RouterConfig
 from engine.models.prepare import ensure_model
@@ -71,7 +77,7 @@ def run(options: BenchOptions) -> BenchResult:
     """
     num_tokens = 96 if options.quick else 192
     folder = ensure_model(options.model)
-    prompts = asyncio.run(tokenize(folder, options.prompts, NUM_STREAMS))
+    prompts = tokenize(folder, options.prompts, NUM_STREAMS)
     asks = [
         LoadRequest(f"stream-{i}", prompt[-MAX_PROMPT_LEN:], num_tokens, temperature=0.8 * (i % 2), seed=1000 + i)
         for i, prompt in enumerate(prompts)

@@ -1,12 +1,11 @@
 """Targets, recorded answers and fresh drafters for comparing drafters."""
 
-import asyncio
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from benchmarks.prompts import BenchPrompt
+from benchmarks.prompts import BenchPrompt, encode_chats
 from cluster.config import DrafterConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
@@ -22,9 +21,9 @@ from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from engine.offline import generate
 from engine.pass_timing import measure_cost
+from engine.target import compute
 from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
-from router.plan import Span
 
 MAX_PROMPT_LEN = 1024
 MAX_BATCH = 32  # answers recorded or held at once
@@ -85,22 +84,14 @@ class Fixtures:
     def holding(self, recordings: Sequence[Recording]) -> Iterator[None]:
         """Computes the hidden states of whole answers, at most MAX_BATCH, for drafters that read them."""
         held = recordings if self.target.feature_layers else ()
-        for recording in held:
-            self._hold(recording)
+        for one in held:
+            token_ids = (*one.prompt_token_ids, *one.output_token_ids)
+            compute(self.target, as_request(one), token_ids, len(token_ids))
         try:
             yield
         finally:
             for recording in held:
                 self.target.release(as_request(recording).id)
-
-    def _hold(self, recording: Recording) -> None:
-        request = as_request(recording)
-        token_ids = (*recording.prompt_token_ids, *recording.output_token_ids)
-        start = self.target.open(request, token_ids)
-        while start < len(token_ids):
-            chunk = token_ids[start : start + MAX_PASS_TOKENS]
-            self.target.execute([Span.bound(request.id, start, chunk, samples=False)])
-            start += len(chunk)
 
     def requests(self, prompts: Sequence[BenchPrompt], temperature: float) -> list[Request]:
         return [
@@ -115,15 +106,7 @@ class Fixtures:
         )
 
     def _encode(self, prompts: Sequence[BenchPrompt]) -> list[tuple[int, ...]]:
-        tokenizer = Tokenizer.from_folder(self._folder)
-
-        async def encode() -> list[tuple[int, ...]]:
-            return [
-                tuple(await tokenizer.encode_chat([{"role": "user", "content": prompt.text}], max_tokens=2**17))
-                for prompt in prompts
-            ]
-
-        return asyncio.run(encode())
+        return encode_chats(Tokenizer.from_folder(self._folder), [prompt.text for prompt in prompts])
 
 
 def as_request(recording: Recording) -> Request:

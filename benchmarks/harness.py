@@ -1,6 +1,5 @@
 """A model in fp32, its requests, and in-process clusters that run them under varying conditions."""
 
-import asyncio
 import itertools
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from benchmarks.interpreted_triton import interpret_triton
+from benchmarks.prompts import encode_chats
 from cluster.config import DrafterConfig, DraftLengthConfig, HiddenStateOptions, TargetConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
@@ -44,7 +44,6 @@ from router.planning.planner import Planner, PlannerSettings, StepPlanner
 
 TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5
-MAX_TEXT_TOKENS = 2**17  # before a prompt is cut
 MAX_PROMPT_LEN = 1024
 BLOCK_LEN = 16
 VLLM_BLOCK_LEN: Literal[32] = 32  # vLLM takes multiples of 32 on a CPU
@@ -116,10 +115,9 @@ class Harness:
             eos_token_ids=config.eos_token_ids,
             tokenizer_fingerprint=fingerprint(folder),
         )
-        tokenizer = Tokenizer.from_folder(folder)
         self.requests = [
-            self._request(index, temperature, _encode(tokenizer, prompt))
-            for index, prompt in enumerate(prompts)
+            self._request(index, temperature, prompt)
+            for index, prompt in enumerate(encode_chats(Tokenizer.from_folder(folder), prompts))
             for temperature in TEMPERATURES
         ]
 
@@ -268,10 +266,6 @@ class Harness:
         )
         max_prompt_len = self.info.max_model_len - self._max_tokens
         return Request(f"{index}@{temperature}", prompt[-max_prompt_len:], sampling, arrival_s=index * 1e-6)
-
-
-def _encode(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    return asyncio.run(tokenizer.encode_chat([{"role": "user", "content": prompt}], max_tokens=MAX_TEXT_TOKENS))
 
 
 @contextmanager

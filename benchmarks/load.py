@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.timed_http import BrokenResponse, TimedResponse, post_json
 from cluster.client import EngineClient
+from cluster.errors import OutriderError
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 
@@ -190,10 +191,26 @@ async def run_arrivals(ask_one: Asker, arrivals: Sequence[tuple[float, LoadReque
     return list(await asyncio.gather(*(one(*arrival) for arrival in arrivals)))
 
 
+class BenchFailed(OutriderError):
+    """A request was not answered, so there is nothing to compare."""
+
+
+def checked(answers: list[TimedAnswer], what: str = "a request") -> list[TimedAnswer]:
+    """The answers. Raises BenchFailed: one has no tokens."""
+    for answer in answers:
+        if answer.error is not None or not answer.pieces_s:
+            raise BenchFailed(f"{what} was not answered: {answer.error or 'no token came'}")
+    return answers
+
+
+def sum_tokens(answers: Sequence[TimedAnswer]) -> int:
+    return sum([answer.num_tokens for answer in answers])
+
+
 def tokens_per_s(answers: Sequence[TimedAnswer]) -> float:
     """Over the time in which any of them ran."""
     elapsed_s = max(a.end_s for a in answers) - min(a.sent_s for a in answers)
-    return sum(a.num_tokens for a in answers) / elapsed_s
+    return sum_tokens(answers) / elapsed_s
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -11,7 +11,6 @@ error; ``auto_over_off``: the least of them; ``partition.*``: the same of the pa
 `benchmarks.overlap_simulated`.
 """
 
-import asyncio
 import math
 import os
 import tempfile
@@ -54,7 +53,7 @@ _PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_
 
 def run(options: BenchOptions) -> BenchResult:
     num_rounds, files = NUM_ROUNDS_QUICK if options.quick else NUM_ROUNDS, options.prompts or options.data_prompts
-    prompts = asyncio.run(tokenize(Path(ensure_model(options.model)), files, (num_rounds + 1) * sum(STREAMS)))
+    prompts = tokenize(Path(ensure_model(options.model)), files, (num_rounds + 1) * sum(STREAMS))
     config = local_config(options.model)
     configs = {name: with_drafter(config, rule) for name, rule in RULES.items()}
     figures, live = _compared("", "overlap", configs, prompts, num_rounds)

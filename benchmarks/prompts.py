@@ -1,5 +1,6 @@
 """Prompts to measure with: read from JSONL files, or made up, the same ones every time."""
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from cluster.errors import InvalidField
+from deploy.api.tokenizer import Tokenizer
+
+MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,16 @@ def spread(prompts: Sequence[T], num_prompts: int) -> list[T]:
 def choose_prompts(paths: Sequence[Path], num_prompts: int) -> list[BenchPrompt]:
     """``num_prompts`` over all domains: of the files where there are any (fewer if they hold fewer), else made up."""
     return spread(load_prompts(paths), num_prompts) if paths else synthetic_prompts(num_prompts)
+
+
+def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Each as a chat of one message."""
+
+    async def encode() -> list[tuple[int, ...]]:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        return [await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS) for chat in chats]
+
+    return asyncio.run(encode())
 
 
 _PEOPLE = ("Ada", "Bela", "Chioma", "Dmitri", "Emeka", "Farida", "Gao", "Hilde")

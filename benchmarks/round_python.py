@@ -66,9 +66,10 @@ def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonT
     """Of rounds of ``num_requests`` drafted requests."""
     rounds = _Rounds(num_requests, cost, _NAMES)
     times_s, publish_s = [], []
-    for start_s in _drafted(rounds, num_rounds):
+    for start_s in rounds.played(num_rounds):
         times_s.append(time.thread_time() - start_s)
         publish_s.append(rounds.last_sent_s - rounds.pass_end_s)
+    rounds.check_drafted(num_rounds)
     return PythonTimes(*(1e3 * statistics.median(found) for found in (times_s, publish_s)))
 
 
@@ -78,50 +79,30 @@ def gap_ms(num_requests: int, num_rounds: int, cost: CostModel) -> Gap:
     rounds = _Rounds(num_requests, cost, _NAMES, device=device)
     gaps = []
     ended = sent = returned = answered_s = 0.0
-    for start_s in _drafted(rounds, num_rounds):
+    for start_s in rounds.played(num_rounds):
         read, planned = rounds.read_s, rounds.planned_s
         parts = sent - ended, returned - sent, read - start_s, planned - read, rounds.launched_s - planned
         gaps.append((device.waited_s - answered_s, *parts))
         ended, sent, returned, answered_s = rounds.pass_end_s, rounds.last_sent_s, time.thread_time(), 0.0
         answered_s = rounds.answer()
     device.close()
+    rounds.check_drafted(num_rounds)
     return Gap(*(1e3 * statistics.median(found) for found in zip(*gaps[1:], strict=True)))
-
-
-def _drafted(rounds: "_Rounds", num_rounds: int) -> Iterator[float]:
-    """Behind each round after the first ones: the processor time at which it began."""
-    gc.collect()
-    with without_collection():
-        for number in range(_WARM_UP + num_rounds):
-            rounds.answer()
-            start_s = time.thread_time()
-            report = rounds.loop.step(rounds.now_s)
-            assert report.executed
-            if number >= _WARM_UP:
-                yield start_s
-            if number % ROUNDS_PER_SLOT == 0:
-                rounds.loop.telemetry.take_observations()
-    assert rounds.num_accepted > rounds.num_requests * num_rounds, "the drafts were not used"
 
 
 def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_drafter: bool) -> float:
     """Median of rounds of ``num_requests`` plainly decoded requests. ``has_drafter``: in this process, not queried."""
     names = [_SLOW] if has_drafter else []
     rounds = _Rounds(num_requests, cost, names, colocated=True)
-    times_s, last_sent_s = [], 0.0
-    gc.collect()
-    with without_collection():
-        for number in range(_WARM_UP + num_rounds):
-            rounds.answer()
-            start_s = time.thread_time()
-            rounds.loop.step(rounds.now_s)
-            if number >= _WARM_UP:
-                times_s.append(time.thread_time() - start_s)
-            elif rounds.last_sent_s > last_sent_s:  # it was queried
-                last_sent_s = rounds.last_sent_s
-                rounds.loop.observer.drafted_inline({_SLOW: _TOO_SLOW_S})
-            if number % ROUNDS_PER_SLOT == 0:
-                rounds.loop.telemetry.take_observations()
+    last_sent_s = 0.0
+
+    def warmed_up() -> None:
+        nonlocal last_sent_s
+        if rounds.last_sent_s > last_sent_s:  # it was queried
+            last_sent_s = rounds.last_sent_s
+            rounds.loop.observer.drafted_inline({_SLOW: _TOO_SLOW_S})
+
+    times_s = [time.thread_time() - start_s for start_s in rounds.played(num_rounds, warmed_up)]
     assert rounds.last_sent_s == last_sent_s, "the drafter was queried while rounds were timed"
     return 1e3 * statistics.median(times_s)
 
@@ -248,6 +229,24 @@ class _Rounds:
         if self._is_planning:
             self._is_planning, self.planned_s = False, time.thread_time()
         return self.now_s
+
+    def played(self, num_rounds: int, warmed_up: Callable[[], None] = lambda: None) -> Iterator[float]:
+        """Behind each round after the first ones, which call ``warmed_up``: the processor time at which it began."""
+        gc.collect()
+        with without_collection():
+            for number in range(_WARM_UP + num_rounds):
+                self.answer()
+                start_s = time.thread_time()
+                self.loop.step(self.now_s)
+                if number >= _WARM_UP:
+                    yield start_s
+                else:
+                    warmed_up()
+                if number % ROUNDS_PER_SLOT == 0:
+                    self.loop.telemetry.take_observations()
+
+    def check_drafted(self, num_rounds: int) -> None:
+        assert self.num_accepted > self.num_requests * num_rounds, "the drafts were not used"
 
     def answer(self) -> float:
         """Every drafter proposes for every commit; the gateway drains its mailbox. Returns the seconds that took."""

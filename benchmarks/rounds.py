@@ -49,22 +49,17 @@ def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
     told = records.confidences.cumprod(axis=1)
     corrected = Records.of(foreseen).confidences
     reached = [(k, drafts) for k in range(records.max_len) if (drafts := records.reaching(k)).sum() >= MIN_CASES]
+    predicted = [told[drafts, k] for k, drafts in reached]
     outcomes = [records.survived(k)[drafts] for k, drafts in reached]
-    figures: dict[str, float | None] = {}
-    for key, survival in (("ece", told), ("ece_online", corrected)):
-        errors = [
-            expected_calibration_error(survival[drafts, k], came_true)
-            for (k, drafts), came_true in zip(reached, outcomes, strict=True)
-        ]
-        figures[key] = statistics.fmean(errors) if errors else None
-    if reached:
-        figures["ece_floor"] = statistics.fmean(calibrated_error(told[drafts, k]) for k, drafts in reached)
-        squares = [
-            ((told[drafts, k] - came_true) ** 2).mean() for (k, drafts), came_true in zip(reached, outcomes, strict=True)
-        ]
-        figures["brier"] = float(statistics.fmean(squares))
-    scores = [told[drafts, k] for k, drafts in reached]
-    rankings = [found for pair in zip(scores, outcomes, strict=True) if (found := auroc(*pair)) is not None]
-    figures["auroc_by_position"] = statistics.fmean(rankings) if rankings else None
-    figures["auroc"] = auroc([p for ps in scores for p in ps], [y for ys in outcomes for y in ys])
-    return {key: figure for key, figure in figures.items() if figure is not None}
+    online_predicted = [corrected[drafts, k] for k, drafts in reached]
+    pairs = list(zip(predicted, outcomes, strict=True))
+    samples = {
+        "ece": [expected_calibration_error(*pair) for pair in pairs],
+        "ece_online": [expected_calibration_error(*pair) for pair in zip(online_predicted, outcomes, strict=True)],
+        "ece_floor": [calibrated_error(one) for one in predicted],
+        "brier": [float(((one - came_true) ** 2).mean()) for one, came_true in pairs],
+        "auroc_by_position": [found for pair in pairs if (found := auroc(*pair)) is not None],
+    }
+    figures = {key: statistics.fmean(values) for key, values in samples.items() if values}
+    pooled = auroc([p for ps in predicted for p in ps], [y for ys in outcomes for y in ys])
+    return figures if pooled is None else figures | {"auroc": pooled}

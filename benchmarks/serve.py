@@ -15,14 +15,23 @@ from rich.console import Console
 from actors.router import RouterActor
 from actors.worker import set_threads
 from benchmarks.embedded import EmbeddedCluster
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, ask_engine, percentile, run_streams, tokens_per_s
+from benchmarks.load import (
+    HttpTarget,
+    LoadRequest,
+    TimedAnswer,
+    ask_engine,
+    checked,
+    percentile,
+    run_streams,
+    sum_tokens,
+    tokens_per_s,
+)
 from benchmarks.process_usage import tree_cpu_s, tree_pss_bytes
-from benchmarks.prompts import choose_prompts
+from benchmarks.prompts import choose_prompts, encode_chats
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
 from cluster.config import ApiConfig, Config, ModelConfig, StateConfig, TargetConfig
-from cluster.errors import OutriderError
 from cluster.resolve import Inventory, Node, resolve
 from cluster.types import RoutingTable
 from deploy.api.tokenizer import Tokenizer
@@ -34,15 +43,10 @@ from router.drafter.policies import build_policy, build_pool
 from router.drafter.router import Router, SlotReport
 
 NUM_STREAMS = 8
-MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut
 MAX_PROMPT_LEN = 512
 SAMPLE_PERIOD_S = 0.5
 NUM_BURST, PREFIX_LEN, OWN_LEN, NUM_BURST_TOKENS = 40, 800, 12, 16  # requests, prompt tokens, output tokens
 IN_PROCESS = "in process"
-
-
-class BenchFailed(OutriderError):
-    """A request was not answered, so there is nothing to compare."""
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -57,7 +61,7 @@ def run(options: BenchOptions) -> BenchResult:
     config = local_config(options.model, TargetConfig.model_validate({"dtype": options.dtype or "auto"}))
     set_threads(config.target.resources.threads)
     folder = ensure_model(options.model)
-    tokenized = asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single + 1))
+    tokenized = tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single + 1)
     prompts, prefix = iter(tokenized), tuple(islice(cycle(chain.from_iterable(tokenized)), PREFIX_LEN))
 
     def load(name: str) -> list[LoadRequest]:
@@ -107,12 +111,10 @@ def with_state(config: Config, folder: Path) -> Config:
     return config.model_copy(update={"cluster": cluster})
 
 
-async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:
+def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:
     """Prompts as chats, cut to MAX_PROMPT_LEN, and repeated if the files hold too few."""
-    tokenizer = Tokenizer.from_folder(folder)
-    chats = [[{"role": "user", "content": prompt.text}] for prompt in choose_prompts(files, num_prompts)]
-    token_ids = [(await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS))[-MAX_PROMPT_LEN:] for chat in chats]
-    return [token_ids[i % len(token_ids)] for i in range(num_prompts)]
+    chats = encode_chats(Tokenizer.from_folder(folder), [prompt.text for prompt in choose_prompts(files, num_prompts)])
+    return [chats[i % len(chats)][-MAX_PROMPT_LEN:] for i in range(num_prompts)]
 
 
 class _Loop:
@@ -204,24 +206,13 @@ class _ServeBench:
         """Of each process of the server, and of the in-process cluster. Not together with `memory`, whose sampling takes
         time."""
         before = tree_cpu_s(self._server.pid)
-        num_tokens = _num_tokens(await self.over_http(asks))
+        num_tokens = sum_tokens(await self.over_http(asks))
         after = tree_cpu_s(self._server.pid)
         own_s = time.process_time()
-        num_own_tokens = _num_tokens(await self.in_process(asks))
+        num_own_tokens = sum_tokens(await self.in_process(asks))
         own_s = time.process_time() - own_s
         per_token = {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in after.items()}
         return {**per_token, IN_PROCESS: 1e3 * own_s / num_own_tokens}
-
-
-def _num_tokens(answers: Sequence[TimedAnswer]) -> int:
-    return sum(answer.num_tokens for answer in answers)
-
-
-def checked(answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    for answer in answers:
-        if answer.error is not None or not answer.pieces_s:
-            raise BenchFailed(f"a request was not answered: {answer.error or 'no token came'}")
-    return answers
 
 
 def _result(

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.fault_rows import REFUSED, FaultRows, Row, RowResult
 from benchmarks.faults import pinned, with_files
 from benchmarks.host_rows import start_host_rows
-from benchmarks.load import LoadRequest, TimedAnswer, run_streams
+from benchmarks.load import LoadRequest, TimedAnswer, run_streams, sum_tokens
 from benchmarks.process_usage import HELD, tree_pss_bytes
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import local_config
@@ -154,7 +154,7 @@ def _result(
             "memory_gb": totals[-1][1] / 2**30,
             "num_errors": len(errors),
             "num_answers": len(answers),
-            "tokens_per_s": sum(answer.num_tokens for answer in answers) / duration_s,
+            "tokens_per_s": sum_tokens(answers) / duration_s,
             "num_streams_held": num_at_once(held),
         },
         tables=(
@@ -207,7 +207,7 @@ def with_faults(rows: FaultRows, server: ExitStack, duration_s: float, period_s:
             "num_refused": num_refused,
             "refused_fraction": num_refused / max(1, len(answers)),
             "num_answers": len(answers),
-            "tokens_per_s": sum(answer.num_tokens for answer in answers) / duration_s,
+            "tokens_per_s": sum_tokens(answers) / duration_s,
         },
         tables=(Table("faults", ("fault", "times"), tuple(injured.items())),),
         notes=tuple(sorted({*result.complaints, *left})[:8]),

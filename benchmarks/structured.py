@@ -4,7 +4,6 @@ Schemas are generated (``json_schemas``); with ``--data FOLDER`` those of the JS
 FOLDER/JSON-Schema-Test-Suite/tests/draft2020-12 join them. A schema that is refused yields no answer and is counted apart.
 """
 
-import asyncio
 import json
 import statistics
 import time
@@ -18,6 +17,7 @@ from rich.console import Console
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster
 from benchmarks.json_schemas import Schema, bounded_schemas, escaping_schemas, make_schemas
+from benchmarks.prompts import encode_chats
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config
 from cluster.errors import InvalidField
@@ -30,6 +30,7 @@ from engine.models.prepare import ensure_model
 
 NUM_SCHEMAS, NUM_SCHEMAS_QUICK = 300, 40
 MAX_TOKENS = 128
+PROMPT = "Invent an example that matches this JSON schema. Answer with JSON only.\n"
 BATCH = 16
 NUM_TIMED, NUM_TIMED_QUICK = 12, 4  # schemas, at batch 1
 NUM_TURNS = 3
@@ -75,7 +76,9 @@ def run(options: BenchOptions) -> BenchResult:
         generated = make_schemas(NUM_SCHEMAS_QUICK if options.quick else NUM_SCHEMAS)
         suite = list(_suite(options.data)) if options.data is not None else []
         taken = [schema for schema in suite if _is_taken(grammars, schema)]
-        asked = [Asked(schema, _prompt(tokenizer, schema)) for schema in (*generated, *escaping_schemas(), *taken)]
+        schemas = [*generated, *escaping_schemas(), *taken]
+        prompts = encode_chats(tokenizer, [PROMPT + json.dumps(schema)[:2000] for schema in schemas])
+        asked = [Asked(*one) for one in zip(schemas, prompts, strict=True)]
         outcomes = {}
         for temperature in (0.0, 1.0):
             console.print(f"structured: {len(asked)} schemas at temperature {temperature:g}", highlight=False)
@@ -118,11 +121,6 @@ def _compile_s(grammars: Grammars) -> list[float]:
         fresh.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
         seconds.append(time.process_time() - begin_s)
     return seconds
-
-
-def _prompt(tokenizer: Tokenizer, schema: Schema) -> tuple[int, ...]:
-    text = f"Invent an example that matches this JSON schema. Answer with JSON only.\n{json.dumps(schema)[:2000]}"
-    return asyncio.run(tokenizer.encode_chat([{"role": "user", "content": text}], max_tokens=2**16))
 
 
 def _outcome(cluster: EmbeddedCluster, tokenizer: Tokenizer, asked: Sequence[Asked], temperature: float) -> Outcome:

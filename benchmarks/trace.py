@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.compare.bursts import bursty_arrivals, bursty_slice
-from benchmarks.load import percentile
+from benchmarks.load import BenchFailed, percentile
 from benchmarks.prompts import choose_prompts
 from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, TraceOptions
-from benchmarks.serve import BenchFailed, local_config
+from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
 from cluster.errors import InvalidField
 from simulator.plots import Panel, plot

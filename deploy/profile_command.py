@@ -41,13 +41,11 @@ _NUM_COLUMNS = 3
 
 def plot_profile(profile: Profile, path: Path) -> None:
     """Writes a PNG. Bars are interquartile ranges; the chosen form is drawn bold."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     named = surfaces(profile)
     num_rows = ceil(len(named) / _NUM_COLUMNS)
     figure = Figure(figsize=(5 * _NUM_COLUMNS, 4 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
     grid: Sequence[Axes] = figure.subplots(num_rows, _NUM_COLUMNS, squeeze=False).ravel().tolist()
     for axes, (title, surface) in zip(grid, named.items(), strict=False):
         _plot_surface(axes, title, surface)

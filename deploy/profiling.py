@@ -18,12 +18,11 @@ from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
 from engine.partition import Split
-from engine.target import LoadedTarget, TargetEngine
+from engine.target import LoadedTarget, TargetEngine, compute
 from engine.target_probe import TargetProbe
 from profiler.interleaved import OwnTime, Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import WHOLE_DEVICE, DrafterProfile, Part, Profile, Surface, parts_of_drafter
-from router.plan import Span
 
 Reporter = Callable[[str, float], None]  # step, share done
 
@@ -159,11 +158,7 @@ class _TargetBacking:
     def hold(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         self._engine.release(request_id)
         request = Request(request_id, token_ids, SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)
-        start, length = self._engine.open(request, token_ids), self._engine.capacity().max_pass_tokens
-        while start < len(token_ids):
-            chunk = token_ids[start : start + length]
-            self._engine.execute([Span.bound(request_id, start, chunk, samples=False)])
-            start += len(chunk)
+        compute(self._engine, request, token_ids, len(token_ids))
 
     def drop(self, request_id: str) -> None:
         self._engine.release(request_id)

@@ -52,6 +52,17 @@ class TargetEngine(PrefixCache, Protocol):
         """For an idle engine. Raises AssertionError when blocks and sequences disagree; RankLost: it can compute no more."""
 
 
+def compute(engine: TargetEngine, request: Request, token_ids: Sequence[int], num: int) -> int:
+    """Opens a request with ``token_ids``, and computes the first ``num`` of them, sampling nothing. Returns how many are
+    computed, which are more if more were cached."""
+    computed_len, longest = engine.open(request, token_ids), engine.capacity().max_pass_tokens
+    while computed_len < num:
+        chunk = tuple(token_ids[computed_len : min(num, computed_len + longest)])
+        engine.execute([Span.bound(request.id, computed_len, chunk, samples=False)])
+        computed_len += len(chunk)
+    return computed_len
+
+
 @runtime_checkable
 class AsynchronousEngine(Protocol):
     """A ``TargetEngine`` whose device may compute while the round's thread does something else."""

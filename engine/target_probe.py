@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from engine.target import TargetEngine
+from engine.target import TargetEngine, compute
 from profiler.interleaved import Stopwatch
 from router.cost_model import ROWS
 from router.plan import Span
@@ -96,12 +96,7 @@ class TargetProbe:
 
     def _hold(self, request: Request, context: tuple[int, ...], further: tuple[int, ...]) -> int:
         """Opens a request and computes its context. Returns the computed length, larger if more was cached."""
-        base_len = self._target.open(request, (*context, *further))
-        while base_len < len(context):
-            chunk = context[base_len : base_len + self._capacity.max_pass_tokens]
-            self._target.execute([Span.bound(request.id, base_len, chunk, samples=False)])
-            base_len += len(chunk)
-        return base_len
+        return compute(self._target, request, (*context, *further), len(context))
 
     def _timed(self, requests: Sequence[Request], spans: Sequence[Span]) -> float:
         try:

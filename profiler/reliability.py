@@ -58,11 +58,9 @@ def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:
 
 def plot_reliability(curves: Sequence[tuple[str, ArrayLike, ArrayLike]], path: Path, title: str) -> None:
     """Writes a PNG with (name, predictions, outcomes) per curve. The area of a dot is its share of the predictions."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     for name, predictions, outcomes in curves:

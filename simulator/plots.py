@@ -32,13 +32,11 @@ class Panel:
 
 def plot(panels: Sequence[Panel], title: str, path: Path) -> None:
     """As PNG. Raises InvalidField when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     num_columns = min(_NUM_COLUMNS, len(panels))
     num_rows = ceil(len(panels) / num_columns)
     figure = Figure(figsize=(5 * num_columns, 4 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
     grid: Sequence[Axes] = figure.subplots(num_rows, num_columns, squeeze=False).ravel().tolist()
     for axes, panel in zip(grid, panels, strict=False):
         (_bars if panel.labels else _lines)(axes, panel)

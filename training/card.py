@@ -191,11 +191,9 @@ def plot_acceptance(found: Sequence[Acceptance], path: Path) -> None:
 
 
 def _figure(num: int) -> "tuple[Figure, list[Axes]]":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_SIZE[0] * num, _SIZE[1]), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, num, squeeze=False)[0])
 
 

@@ -4,7 +4,6 @@ Every arm serves the same weights over HTTP and answers the same requests in tur
 tokens a second by number of streams, then TTFT and TPOT of a bursty trace.
 """
 
-import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
@@ -91,7 +90,7 @@ class _Bench:
         per_pair = per_round - self._num_trace
         per_run = per_round * self._num_rounds + per_pair * NUM_PAIRS + max(BATCHES) + self._per_stream[1]
         num_asks = NUM_SETS * per_run
-        self._prompts = iter(asyncio.run(tokenize(files.folder, options.prompts or options.data_prompts, num_asks)))
+        self._prompts = iter(tokenize(files.folder, options.prompts or options.data_prompts, num_asks))
 
     def throughput(self) -> None:
         """Each server has served a full batch and then one stream for a while before the first turn: shapes are compiled,

@@ -20,11 +20,10 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.disturbed import Disturbed, FaultBenchFailed
+from benchmarks.disturbed import Disturbed, FaultBenchFailed, Metrics
 from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResult, measure
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
-from benchmarks.recovery import Metrics
 from benchmarks.soak import NUM_HOST_STREAMS, NUM_STREAMS, growth, injure, num_at_once, saturated, with_faults
 from tests.support.waiting import eventually
 

@@ -12,7 +12,7 @@ from benchmarks import conversations, trace
 from benchmarks.load import TimedAnswer
 from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, TraceOptions
-from benchmarks.serve import BenchFailed
+from benchmarks.load import BenchFailed
 from cluster.errors import InvalidField
 from cluster.types import Request
 from simulator.plots import plot
