@@ -17,6 +17,7 @@ from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
+from engine.cpu_setup import in_own_thread
 from engine.loading import load_target, prepare_partition, stored_profile
 from engine.models.prepare import ensure_model
 from engine.partition import Lane
@@ -24,7 +25,6 @@ from engine.pass_timing import warm_up
 from engine.round import TargetLoop
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
-from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 from profiler.profile import Profile, ProfiledCost, with_measured_costs
 from router.assignment import member_name

@@ -63,7 +63,7 @@ class DrafterActor(LoopActor):
             set_threads(config.resources.threads)
             configure_cpu()
         from drafters.registry import make_drafter
-        from engine.threads import in_own_thread
+        from engine.cpu_setup import in_own_thread
 
         limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity, max_outcomes=config.num_outcomes)
         host = calls = states = None

@@ -109,10 +109,10 @@ class TargetActor(LoopActor):
         from cluster.transport import at_node, listen
         from drafters.draft_spans import DraftSpans
         from engine.admission import AdmissionRules
+        from engine.cpu_setup import in_own_thread
         from engine.loading import stored_profile
         from engine.request_spans import RequestSpans
         from engine.round import DrafterPool, Policies, TargetLoop
-        from engine.threads import in_own_thread
         from profiler.profile import pool_costs
         from router.drafter.policies import member_costs
         from router.drafting.policies import draft_lengths_of
@@ -290,9 +290,9 @@ class RankActor(LoopActor):
         config = self._config
         set_threads(config.target.resources.threads)
         configure_cpu()
+        from engine.cpu_setup import in_own_thread
         from engine.loading import load_follower
         from engine.tensor_parallel.group import join, meet
-        from engine.threads import in_own_thread
 
         store = meet(self._address, config.supervision.start_timeout_s)
         num_ranks, device = config.target.tensor_parallel, str(config.target.device)

@@ -8,22 +8,21 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
-from benchmarks.completion import Completing, Completion
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig
 from cluster.messages import Hello, Role
 from cluster.transport import connect, listen
 from cluster.transport.base import Link, Mailbox
-from cluster.types import ModelInfo, Request, RoutingTable
+from cluster.types import Commit, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
@@ -44,6 +43,38 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 START_S = 10.0
+
+
+@dataclass(slots=True)
+class Completion:
+    """What became of a request: its output, and its commits as they came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+
+    def add(self, commit: Commit) -> None:
+        self.token_ids.extend(commit.token_ids)
+        self.commits.append(commit)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.commits) and self.commits[-1].finish is not None
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(commit.num_proposed for commit in self.commits)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(commit.num_accepted for commit in self.commits)
+
+
+@dataclass(frozen=True, slots=True)
+class Completing:
+    """Requests under way: what has come of each so far, and that all have ended, or why they could not."""
+
+    completions: Sequence[Completion]
+    ended: Future[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +165,10 @@ class EmbeddedCluster:
         """
         from drafters.hidden_states.host import Host
         from drafters.registry import feature_layers, make_drafter
+        from engine.cpu_setup import in_own_thread
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
         from engine.target import LoadedTarget
-        from engine.threads import in_own_thread
 
         config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_colocated]

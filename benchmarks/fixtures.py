@@ -14,6 +14,7 @@ from drafters.hidden_states.host import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from drafters.replay import Recording
+from engine.cpu_setup import in_own_thread
 from engine.factory import load_model
 from engine.kv_cache import BLOCK_LEN
 from engine.models.prepare import ensure_model
@@ -22,7 +23,6 @@ from engine.native import NativeLimits, NativeTarget
 from engine.offline import generate
 from engine.pass_timing import measure_cost
 from engine.target import compute
-from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 
 MAX_PROMPT_LEN = 1024

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from benchmarks.interpreted_triton import interpret_triton
 from benchmarks.prompts import encode_chats

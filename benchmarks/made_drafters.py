@@ -19,8 +19,7 @@ from drafters.other_vocabulary import OtherVocabulary
 from drafters.small_model import SmallModel
 from engine.factory import build_model
 from engine.models.config import load_config
-from engine.models.token_bytes import read_token_bytes
-from engine.models.tokenizer import read_vocabulary
+from engine.models.tokenizer import read_token_bytes, read_vocabulary
 from engine.models.weights import DenseWeights, open_weights
 
 NUM_BLOCKS = 2048

@@ -35,9 +35,9 @@ from cluster.config import Config, DrafterConfig, DraftLengthConfig, ModelOption
 from cluster.state import open_store
 from deploy.local_ray import free_port
 from deploy.profiling import ProfileEffort, measure_profile
+from engine.cpu_setup import in_own_thread
 from engine.loading import prepare_partition
 from engine.models.prepare import ensure_model
-from engine.threads import in_own_thread
 from profiler.interleaved import TimingBudget
 from profiler.profile import save_profile
 

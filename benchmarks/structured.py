@@ -14,8 +14,7 @@ from pathlib import Path
 import jsonschema
 from rich.console import Console
 
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster
+from benchmarks.embedded import Completion, EmbeddedCluster
 from benchmarks.json_schemas import Schema, bounded_schemas, escaping_schemas, make_schemas
 from benchmarks.prompts import encode_chats
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table

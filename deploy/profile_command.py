@@ -86,8 +86,8 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     config = resolve_dtypes(resolve(config, machine, facts.useful_threads))
     config = sized(config, facts, machine.nodes[0].gpu_bytes)
     from deploy.profiling import ProfileEffort, measure_profile
+    from engine.cpu_setup import in_own_thread
     from engine.loading import identity_of, prepare_partition
-    from engine.threads import in_own_thread
 
     console = table_console()
     store = open_store(config.cluster.state, config.cluster.namespace)

@@ -14,8 +14,7 @@ import torch
 from cluster.errors import IncompatibleTokenizer
 from cluster.types import ModelInfo
 from engine.models.config import DecoderConfig
-from engine.models.token_bytes import read_token_bytes
-from engine.models.tokenizer import read_vocabulary
+from engine.models.tokenizer import read_token_bytes, read_vocabulary
 
 
 class OtherVocabulary:

@@ -188,7 +188,7 @@ def load_target(
     """
     # Here, since a process that only drafts needs neither xgrammar nor protobuf.
     from engine.grammar.compiling import known_grammars
-    from engine.tensor_parallel.leader import LeadingTarget
+    from engine.tensor_parallel.rounds import LeadingTarget
 
     model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.

@@ -1,17 +1,19 @@
-"""Loads the target of a configuration, with its cost model."""
+"""Loads the target of a configuration, with its cost model, which is measured once and kept in the state store."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from cluster.config import Config, DrafterConfig, VllmOptions, parts_of
+from cluster.config import Config, DrafterConfig, Section, VllmOptions, parts_of
 from cluster.errors import InvalidField, OutriderError
-from cluster.state import open_store
+from cluster.state import StateStore, StateUnavailable, open_store
 from cluster.types import ModelInfo
-from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
 from engine.device import require
 from engine.dtypes import resolve_dtypes
@@ -19,6 +21,7 @@ from engine.early_exit import EarlyExit
 from engine.factory import head_of
 from engine.factory import load_target as load_native
 from engine.model_facts import max_model_len, read_facts
+from engine.models.manifest import code_version
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
@@ -29,9 +32,10 @@ from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.rounds import Follower
 from engine.vllm.environment import prepare_environment
 from profiler.hardware import cpu_name
+from profiler.latency import Seconds
 from profiler.online_cost import OnlineCost
 from profiler.profile import WHOLE_DEVICE, Identity, Profile, ProfiledCost, usable_profile
-from router.cost_model import ROWS, CostModel, TableCost, padded
+from router.cost_model import ROWS, CostModel, TableCost, monotone, padded
 
 logger = logging.getLogger(__name__)
 
@@ -204,3 +208,49 @@ def _native_options(config: Config, longest: int) -> dict[str, Any]:
         "max_pass_tokens": target.longest_pass,
         "max_model_len": longest,
     }
+
+
+PREFIX = "cost"
+
+
+class _Stored(Section):
+    """A ``TableCost`` as JSON: (rows, seconds), rows ascending and seconds not falling."""
+
+    points: Annotated[tuple[tuple[int, Seconds], ...], Field(min_length=1, max_length=64)]
+    per_context_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> "_Stored":
+        rows = [num_rows for num_rows, _ in self.points]
+        if rows != sorted(set(rows)) or rows[0] < 1:
+            raise ValueError(f"rows must be positive and ascend, got {rows}")
+        return self
+
+
+class CostMemory:
+    """Costs of one target on this machine with this version of the engine. An unusable store is logged and counts as empty.
+    ``operators``: name of the operators' class; without kernels a pass costs several times as much."""
+
+    def __init__(self, store: StateStore, identity: Identity, operators: str) -> None:
+        self._store = store
+        known = f"{identity.model_dump_json()} {code_version()} {operators}"
+        self._key = f"{PREFIX}/{hashlib.sha256(known.encode()).hexdigest()[:32]}"
+
+    def recall(self) -> TableCost | None:
+        """The stored costs; None if there are no usable ones."""
+        try:
+            document = self._store.get(self._key)
+            found = None if document is None else _Stored.model_validate_json(json.dumps(document.value))
+            return None if found is None else monotone(found.points, found.per_context_s)
+        except StateUnavailable as error:
+            logger.warning("stored pass costs cannot be read: %s", error)
+        except ValidationError as error:
+            logger.warning("state %r is not a cost table, passes are measured again: %s", self._key, error)
+        return None
+
+    def keep(self, cost: TableCost) -> None:
+        points: list[JsonValue] = [[rows, seconds] for rows, seconds in zip(cost.rows, cost.step_s_at, strict=True)]
+        try:
+            self._store.put(self._key, {"points": points, "per_context_s": cost.per_context_s})
+        except (StateUnavailable, InvalidField) as error:
+            logger.warning("pass costs cannot be stored, the next start measures them again: %s", error)

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from cluster.config import Config
 from engine.dtypes import choose_dtype
-from engine.models.config import load_config
+from engine.models.config import DecoderConfig, load_config
 from engine.tensor_parallel.sharding import check_ranks, shard_of
-from engine.threads import useful_threads
+
+# Weights per thread of a product. Kernels use two threads from twice as many weights on (threads_for in cpu/vectors.h);
+# below that, synchronisation costs what the second thread saves.
+WEIGHTS_PER_THREAD = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,15 @@ def max_model_len(config: Config, facts: ModelFacts) -> int:
         return min(asked, facts.max_len)
     num_blocks = target.kv_cache_bytes // (facts.kv_bytes_per_token * target.block_len) - 1  # vLLM pads with one
     return max(1, min(facts.max_len, num_blocks * target.block_len))
+
+
+def useful_threads(config: DecoderConfig) -> int:
+    """Threads that shorten a decode pass of one row, by the mean size of its products."""
+    c = config
+    sizes = [
+        (c.q_size + 2 * c.kv_size) * c.hidden_size,
+        c.hidden_size * c.q_size,
+        2 * c.intermediate_size * c.hidden_size,
+        c.hidden_size * c.intermediate_size,
+    ]
+    return max(1, sum(sizes) // len(sizes) // WEIGHTS_PER_THREAD)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import HIDDEN_STATE_FORMS
 from engine.models.prepare import CATALOGUE
-from training.confidences import DIAGRAM
 from training.corpus import TargetAnswer
 from training.distil import CurvePoint
-from training.evaluation import Acceptance
+from training.evaluation import DIAGRAM, Acceptance
 from training.recipe import TrainOptions
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class CardData:
     trained: Sequence[Acceptance]
     untrained: Sequence[Acceptance]
     recipe: dict[str, Any]
-    confidences: Mapping[str, float]  # of ``training.confidences.calibrate``; empty without calibration
+    confidences: Mapping[str, float]  # of ``training.evaluation.calibrate``; empty without calibration
 
 
 def write_card(folder: Path, data: CardData) -> None:

@@ -25,7 +25,6 @@ from profiler.calibration import TELLING_MARGINS, log_margins
 from training.batches import AnswerBatch, assemble, epoch
 from training.block_student import BlockStudent
 from training.card import CardData, plot_acceptance, plot_losses, write_card
-from training.confidences import Halves, JudgedDraft, calibrate, in_halves
 from training.corpus import (
     GivenPrompt,
     TargetAnswer,
@@ -38,10 +37,19 @@ from training.corpus import (
 from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
 from training.eagle_student import EagleStudent
-from training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
-from training.feature_cache import InMemory, OnDisk, delete_partial_files
+from training.evaluation import (
+    DRAFT_LENS,
+    Acceptance,
+    Halves,
+    JudgedDraft,
+    acceptance,
+    calibrate,
+    evaluate,
+    in_halves,
+    standardisation,
+)
 from training.frozen import FrozenTarget, free_memory
-from training.hidden_states import HiddenStateReader
+from training.hidden_states import HiddenStateReader, InMemory, OnDisk, delete_partial_files
 from training.layers_student import LayersStudent
 from training.recipe import (
     MIN_HELD_OUT,

@@ -18,12 +18,12 @@ from cluster.errors import GenerationFailed
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.offline import generate
-from training.composed_prompts import compose
 from training.corpus import (
     GivenPrompt,
     TargetAnswer,
     WrittenPrompt,
     append,
+    compose,
     fingerprint,
     is_usable,
     read_answers,

@@ -16,8 +16,7 @@ from rich.console import Console
 from benchmarks.compare.arms import NUM_SETS, OUTRIDER, OUTRIDER_VLLM, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
-from benchmarks.compare.peer_server import PeerServer
-from benchmarks.compare.systems import FAMILIES, ModelFiles, RunningArm, missing_families, running
+from benchmarks.compare.systems import FAMILIES, ModelFiles, PeerServer, RunningArm, missing_families, running
 from benchmarks.compare.turns import closed_loop, open_loop
 from benchmarks.load import LoadRequest
 from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult

@@ -5,8 +5,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
+
+import httpx
+import psutil
 
 from benchmarks.compare.arms import (
     ENVIRONMENTS,
@@ -21,11 +25,11 @@ from benchmarks.compare.arms import (
     PeerMissing,
 )
 from benchmarks.compare.gguf_variants import write_variant
-from benchmarks.compare.peer_server import PeerServer
 from benchmarks.load import HttpTarget
 from benchmarks.serve import local_config
-from benchmarks.server import ServerProcess
+from benchmarks.server import ChildServer, ServerProcess
 from cluster.config import CascadeOptions, Config, NgramOptions, SuffixOptions, TableOptions, TargetConfig
+from deploy.local_ray import descendants, end_all, free_port
 from drafters.shipped import shipped_options
 from drafters.vllm_plugin.proposer import SETTING, PoolProposer
 from engine.vllm.environment import BINDING
@@ -43,6 +47,36 @@ DTYPES: dict[str, Literal["bfloat16", "float32", "as-shipped"]] = {
     "fp32": "float32",
     Q4_1: "as-shipped",
 }
+
+
+STOP_S = 20.0
+
+
+class PeerServer(ChildServer):
+    """At ``port`` of loopback.
+
+    Args:
+        command: of the server; ``{port}`` in an argument stands for the port.
+        environment: variables beside those of this process.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.port = free_port()
+        command = [part.replace("{port}", str(self.port)) for part in command]
+        super().__init__(command, os.environ | dict(environment), f"http://127.0.0.1:{self.port}")
+
+    def stop(self) -> None:
+        if self.is_running():
+            self.resume()
+            end_all([psutil.Process(self.pid), *descendants(self.pid)], STOP_S)
+            self.wait_end(STOP_S)
+
+    def _is_ready(self) -> bool:
+        try:
+            with self.client(timeout_s=5.0) as client:
+                return client.get("/health").status_code == HTTPStatus.OK
+        except httpx.TransportError:
+            return False  # it does not listen yet
 
 
 @dataclass(frozen=True, slots=True)

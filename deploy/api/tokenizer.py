@@ -25,7 +25,7 @@ from deploy.api.chat_template import (
     TemplateOptions,
     load_chat_template,
 )
-from engine.models.token_bytes import spelling_of
+from engine.models.tokenizer import spelling_of
 
 # Up to here encoding (about 1 us per character) costs less than a thread.
 _INLINE_CHARS = 2000

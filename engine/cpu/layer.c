@@ -12,7 +12,7 @@ typedef struct {
     int64_t num_out;
 } NativeProduct;
 
-/* As in engine/cpu/layer.py. */
+/* As in engine/cpu/ops.py. */
 typedef struct {
     NativeProduct qkv, out, gate_up, down;
     const float *input_norm, *post_norm;

@@ -313,7 +313,7 @@ def _of_keywords(a: dict[str, Any], b: dict[str, Any]) -> Any:
                 return False
         elif key == "required":
             found[key] = list(dict.fromkeys((*a[key], *b[key])))
-        elif key in _LEAST | _MOST and _are_numbers(a[key], b[key]):
+        elif key in _LEAST | _MOST and is_of(a[key], "number") and is_of(b[key], "number"):
             found[key] = (max if key in _LEAST else min)(a[key], b[key])
         elif key == "items" and not {"prefixItems"} & (a.keys() | b.keys()):
             found[key] = merged(a[key], b[key])
@@ -363,10 +363,6 @@ def _common_types(a: dict[str, Any], b: dict[str, Any]) -> Any:
     common = [one for one in mine if one in others or (one == "integer" and "number" in others)]
     common += [one for one in others if one == "integer" and "number" in mine and one not in common]
     return common if len(common) != 1 else common[0]
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def spelled(value: Any) -> str:

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from xgrammar import GrammarMatcher
 
 from engine.grammar.json_pattern import NEVER_RAW
-from engine.models.token_bytes import read_token_bytes
-from engine.models.tokenizer import read_vocabulary
+from engine.models.tokenizer import read_token_bytes, read_vocabulary
 
 
 class GrammarVocabulary:

@@ -8,7 +8,7 @@ Ranks do not authenticate each other: on one machine they talk over loopback, be
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
@@ -62,11 +62,7 @@ class GlooRanks:
     def gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.num_ranks)]
-        with self._watched():
-            works = [self._group.send([x], other, 0) for other in self._others]
-            works += [self._group.recv([parts[other]], other, 0) for other in self._others]
-            for work in works:
-                work.wait(self._timeout)
+        self._exchange(x, parts, self._timeout)
         return parts
 
     gather_on_host = gather
@@ -88,12 +84,15 @@ class GlooRanks:
         return payload.numpy().tobytes()
 
     def wait_ready(self, timeout_s: float) -> None:
-        sent, received = torch.zeros(1), [torch.zeros(1) for _ in self._others]
+        self._exchange(torch.zeros(1), torch.zeros(self.num_ranks, 1), timedelta(seconds=timeout_s))
+
+    def _exchange(self, sent: Tensor, received: Sequence[Tensor] | Tensor, timeout: timedelta) -> None:
+        """``received``: filled with what each of the others sends, by rank."""
         with self._watched():
             works = [self._group.send([sent], other, 0) for other in self._others]
-            works += [self._group.recv([part], other, 0) for other, part in zip(self._others, received, strict=True)]
+            works += [self._group.recv([received[other]], other, 0) for other in self._others]
             for work in works:
-                work.wait(timedelta(seconds=timeout_s))
+                work.wait(timeout)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -1,28 +1,38 @@
-"""What rank 0 sends to the other ranks before a pass: requests opened and released since the last one, and the spans; and
-in a pass with early exit, which rows go on.
+"""Rank 0 of a tensor parallel target, which serves the round, and the other ranks, which follow it. Before a pass it sends
+them the requests opened and released since the last one, and the spans; in a pass with early exit also which rows go on.
 
 The ranks run the same ``NativeTarget`` on the same calls, so that ledgers, sampling states and chosen tokens agree.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.errors import RankLost
 from cluster.messages import Open
+from cluster.sampling_params import SamplingParams
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decoder_of, encoder_of
 from cluster.types import Request
 from engine.batch_layout import StayingRows
+from engine.forward import CausalModel
 from engine.loop_status import PASSES
-from engine.native import NativeTarget, PassWatch
+from engine.models.weights import open_weights
+from engine.native import NativeLimits, NativeTarget, PassWatch
 from engine.sampling import SamplingState
 from engine.tensor_parallel.ranks import RankGroup
 from router.plan import Span
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +162,67 @@ class Follower:
 def _request(opened: Open) -> Request:
     prompt, salt = opened.token_ids[: opened.prompt_len], opened.cache_salt
     return Request(opened.request_id, prompt, opened.sampling, arrival_s=0.0, cache_salt=salt)
+
+
+class LeadingTarget(NativeTarget):
+    """A ``NativeTarget`` whose every pass is computed by all ranks. Hidden states are whole on every rank, since they are
+    sums; this one keeps them for drafters in its process.
+
+    ``execute`` raises RankLost: another rank ended or hangs. Nothing can be computed from then on.
+
+    Args:
+        folder: of the model.
+        end_ranks: ends the processes of the other ranks, if this process started them.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        limits: NativeLimits,
+        folder: Path,
+        ranks: RankGroup,
+        feature_layers: Sequence[int] = (),
+        end_ranks: Callable[[], None] = lambda: None,
+        grammars: "Grammars | None" = None,
+    ) -> None:
+        super().__init__(model, limits, feature_layers=feature_layers, grammars=grammars)
+        self._folder = folder
+        self._ranks = ranks
+        self._end_ranks = end_ranks
+        self._changes: list[RankChange] = []  # since the last pass
+
+    def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        computed_len = super().open(request, token_ids)
+        prompt_len, salt = len(request.prompt_token_ids), request.cache_salt
+        # The others gather the logits of prompts, and are told what rank 0 chooses.
+        sampling = SamplingParams(1, prompt_logprobs=request.sampling.prompt_logprobs)
+        opened = Open(request.id, tuple(token_ids), prompt_len, sampling, cache_salt=salt)
+        self._changes.append(RankChange(open=opened))
+        return computed_len
+
+    def release(self, request_id: str) -> None:
+        if request_id in self._states:
+            self._changes.append(RankChange(release=request_id))
+        super().release(request_id)
+
+    @cached_property
+    def embedding(self) -> torch.Tensor:
+        """The whole table, read again: [vocab, hidden]."""
+        model = self.model
+        with open_weights(self._folder, model.config, model.dtype) as weights:
+            return weights.embedding().to(model.device, copy=True)
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        with suppress(RankLost):
+            self._send(RankRound(ends=True))
+        self._end_ranks()
+
+    def _watch(self, spans: Sequence[Span]) -> PassWatch | None:
+        watch = super()._watch(spans)
+        self._send(RankRound(tuple(self._changes), tuple(spans), () if watch is None else tuple(watch.depths)))
+        return None if watch is None else LeadingWatch(watch, self._ranks)
+
+    def _send(self, message: RankRound) -> None:
+        self._ranks.send(encode(message))
+        self._changes.clear()

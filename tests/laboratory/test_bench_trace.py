@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import conversations, trace
-from benchmarks.load import TimedAnswer
+from benchmarks.load import BenchFailed, TimedAnswer
 from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, TraceOptions
-from benchmarks.load import BenchFailed
 from cluster.errors import InvalidField
 from cluster.types import Request
 from simulator.plots import plot

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster
+from benchmarks.embedded import Completion, EmbeddedCluster
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.resolve import Inventory, Node, resolve
 from cluster.types import FinishReason, ModelInfo, Request

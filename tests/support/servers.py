@@ -12,8 +12,8 @@ from cluster.state import open_store
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
-from engine.cost_memory import PREFIX
 from engine.dtypes import resolve_dtypes
+from engine.loading import PREFIX
 from engine.models.prepare import ensure_model
 from tests.support.api import listening
 

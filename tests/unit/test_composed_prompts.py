@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.composed_prompts import compose
-from training.corpus import MAX_PROMPT_CHARS, GivenPrompt, WrittenPrompt, append, fingerprint, is_usable
+from training.corpus import MAX_PROMPT_CHARS, GivenPrompt, WrittenPrompt, append, compose, fingerprint, is_usable
 from training.frozen import FrozenTarget
 from training.writing import ANSWER_TEMPERATURES, Writer
 

@@ -10,8 +10,7 @@ from pydantic import JsonValue
 
 from cluster.config import ClusterConfig, Config, ModelConfig, StateConfig, TargetConfig
 from engine import loading
-from engine.cost_memory import CostMemory, code_version
-from engine.loading import identity_of, load_target
+from engine.loading import CostMemory, code_version, identity_of, load_target
 from engine.pass_timing import BUDGET_S, CHECK_S, is_too_steep, measure_cost
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost, padded
@@ -32,7 +31,7 @@ def test_a_kept_table_is_recalled_for_the_same_target_alone(monkeypatch: pytest.
     assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() == TABLE
     other = Config(target=TargetConfig(device="cpu", dtype="float32"))
     assert CostMemory(store, identity_of(other), "CpuOps").recall() is None
-    monkeypatch.setattr("engine.cost_memory.code_version", lambda: "another")
+    monkeypatch.setattr("engine.loading.code_version", lambda: "another")
     assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() is None
 
 

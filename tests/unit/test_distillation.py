@@ -17,19 +17,17 @@ from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 from training import work_folder
 from training.batches import AnswerBatch, BatchPlan, assemble
-from training.block_student import BlockStudent
+from training.block_student import BlockStudent, Moments
 from training.corpus import TargetAnswer
 from training.distil import Distillation, Schedule
 from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
-from training.feature_cache import InMemory
 from training.frozen import FrozenTarget
 from training.hidden_state_student import HiddenStateStudent
-from training.hidden_states import HiddenStateReader
+from training.hidden_states import HiddenStateReader, InMemory
 from training.layers_student import LayersStudent
 from training.pipeline import train
 from training.recipe import HEADS, HeadKind, TrainOptions, network_config, warm_start
-from training.regression import Moments
 from training.work_folder import WorkFolder
 
 pytestmark = pytest.mark.slow

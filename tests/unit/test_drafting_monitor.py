@@ -4,7 +4,7 @@ import pytest
 
 from cluster.client import DraftsByLoad
 from cluster.types import Commit
-from engine.drafting_monitor import DraftingMonitor
+from engine.pass_costs import DraftingMonitor
 from router.cost_model import TableCost
 
 COST = TableCost((1, 2, 4, 8), (1.0, 1.25, 1.5, 2.0))  # seconds, larger than life

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from actors.drafter import DrafterActor
 from actors.gateway import LinkClient
 from actors.target import TargetActor
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from cluster.client import ClusterStatus
 from cluster.config import CascadeOptions, Config, DrafterConfig, HiddenStateKind, HiddenStateOptions, NgramOptions
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable

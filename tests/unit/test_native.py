@@ -14,12 +14,12 @@ import torch
 from cluster.errors import InvalidField, OutOfBlocks
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
+from engine.cpu_setup import in_own_thread
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.hidden_states import HiddenStateCache
 from engine.native import NativeLimits, NativeTarget
 from engine.pass_timing import measure_cost
-from engine.threads import in_own_thread
 from router.cost_model import ROWS
 from router.plan import Span
 from tests.support.families import write_family

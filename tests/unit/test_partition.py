@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.compiling import find_compiler
+from engine.cpu_setup import in_own_thread
 from engine.partition import CoreSet, core_sets, usable_cores
-from engine.threads import in_own_thread
 from tests.support.compiler import needs_compiler
 
 FAKE_DRIVER = Path(__file__).parents[1] / "support" / "libcuda.c"

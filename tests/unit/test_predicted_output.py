@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
 from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import MAX_DRAFT_LEN, PREDICTION, ModelInfo, Request, RoutingTable

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.completion import Completion
-from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import Overloaded

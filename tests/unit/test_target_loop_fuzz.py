@@ -24,11 +24,10 @@ from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
 from engine.admission import AdmissionRules
 from engine.colocated import ColocatedDrafters
-from engine.drafting_monitor import DraftingMonitor
 from engine.early_exit import EarlyExit
 from engine.factory import load_target
 from engine.native import NativeTarget
-from engine.pass_costs import PassCosts, PassCounts
+from engine.pass_costs import DraftingMonitor, PassCosts, PassCounts
 from engine.request_spans import RequestSpans
 from engine.round import DrafterPool, Policies, TargetLoop
 from engine.slo_monitor import SloMonitor

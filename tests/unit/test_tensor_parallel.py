@@ -26,8 +26,7 @@ from engine.models.int8 import stored
 from engine.models.weights import LinearWeight, SafetensorsFolder, open_weights
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from engine.tensor_parallel.group import GlooRanks, NcclRanks
-from engine.tensor_parallel.leader import LeadingTarget
-from engine.tensor_parallel.rounds import Follower, RankChange, RankRound, decode, encode
+from engine.tensor_parallel.rounds import Follower, LeadingTarget, RankChange, RankRound, decode, encode
 from engine.tensor_parallel.sampling import ShardedSampler
 from engine.tensor_parallel.sharding import shard_of, split
 from router.plan import Span

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from engine.cpu_setup import in_own_thread
+from engine.model_facts import useful_threads
 from engine.models.config import DecoderConfig, parse_config
-from engine.threads import in_own_thread, useful_threads
 
 CODE = """
 import os, torch
-from engine.threads import in_own_thread
+from engine.cpu_setup import in_own_thread
 from tests.support.waiting import eventually
 torch.set_num_threads(3)
 num = lambda: len(os.listdir("/proc/self/task"))

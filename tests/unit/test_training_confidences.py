@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from profiler.calibration import FILE, Calibration, load_calibration
-from training.confidences import DIAGRAM, JudgedDraft, calibrate, in_halves
 from training.corpus import TargetAnswer
+from training.evaluation import DIAGRAM, JudgedDraft, calibrate, in_halves
 
 
 def boastful(num: int, seed: int) -> list[JudgedDraft]:

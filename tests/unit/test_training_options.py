@@ -27,8 +27,8 @@ from training.card import CARD, CardData, write_card
 from training.corpus import TargetAnswer
 from training.distributed import join_world
 from training.evaluation import Acceptance
-from training.feature_cache import delete_partial_files
 from training.frozen import WRITING_COST, FrozenTarget, writing_limits
+from training.hidden_states import delete_partial_files
 from training.pipeline import train
 from training.recipe import TrainOptions
 from training.work_folder import check_replaceable, replace_folder

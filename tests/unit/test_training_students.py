@@ -19,9 +19,8 @@ from training.block_student import BlockStudent
 from training.corpus import TargetAnswer, choose_vocabulary, coverage
 from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
-from training.feature_cache import InMemory, OnDisk
 from training.frozen import FrozenTarget
-from training.hidden_states import HiddenStateReader
+from training.hidden_states import HiddenStateReader, InMemory, OnDisk
 from training.layers_student import LayersStudent
 from training.recipe import TrainOptions, feature_layers, kept_layers, network_config, reader_layers, warm_start
 
