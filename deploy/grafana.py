@@ -82,12 +82,7 @@ def _speculation() -> list[dict[str, Any]]:
             "short",
             [("sum by (drafter) (outrider_drafter_requests)", "{{drafter}}")],
         ),
-        _graph(
-            "Acceptance",
-            "Accepted over verified draft tokens.",
-            "percentunit",
-            [(accepted, "{{drafter}}")],
-        ),
+        _graph("Acceptance", "Accepted over verified draft tokens.", "percentunit", [(accepted, "{{drafter}}")]),
         _graph(
             "Acceptance by position",
             "Accepted over verified draft tokens, by position in the draft from 0.",

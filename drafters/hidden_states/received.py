@@ -33,31 +33,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30  # of rows; the requests that were read least recently lose theirs
+KEPT = 2  # of the rows that were read of such a request: the next draft reads them again
 WAIT_S = 0.25  # for rows that the target has announced by a message of the control link
 
 
 class _Rows:
-    """Of one request, in a tensor that doubles. ``told_len``: rows that exist at the target."""
+    """Of one request from ``first`` to ``num``, in a tensor that doubles. ``told_len``: rows that exist at the target.
+    ``read_len``: those that were read."""
 
     def __init__(self, width: int, like: Tensor) -> None:
         self._held = torch.empty(0, width, dtype=like.dtype, device=like.device)
-        self.num, self.told_len = 0, 0
-        self.is_lost = False
+        self.first = self.num = self.told_len = self.read_len = 0
 
     def append(self, rows: Tensor) -> None:
-        num = self.num + len(rows)
+        before, num = len(self), len(self) + len(rows)
         if num > len(self._held):
             grown = self._held.new_empty(max(num, 2 * len(self._held)), self._held.shape[1])
-            grown[: self.num] = self._held[: self.num]
+            grown[:before] = self._held[:before]
             self._held = grown
-        self._held[self.num : num] = rows
-        self.num = num
+        self._held[before:num] = rows
+        self.num += len(rows)
 
-    def lose(self) -> None:
-        self._held, self.num, self.is_lost = self._held[:0].clone(), 0, True
+    def drop(self, first: int) -> None:
+        """Those before ``first``."""
+        self._held = self._held[first - self.first : len(self)].clone()
+        self.first, self.num = first, max(first, self.num)
+
+    def __len__(self) -> int:
+        return self.num - self.first
 
     def __getitem__(self, part: slice) -> Tensor:
-        return self._held[part]
+        return self._held[part.start - self.first : part.stop - self.first]
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +122,7 @@ class ReceivedStates:
             found = [span for span, is_held in zip(spans, held, strict=True) if is_held]
             for span in found:
                 self._rows.move_to_end(span.request_id)
+                self._rows[span.request_id].read_len = span.stop
             parts = [self._rows[span.request_id][span.start : span.stop] for span in found]
             width = len(self._layers) * self._embedding.shape[1]
             return held, torch.cat(parts) if parts else self._embedding.new_empty(0, width)
@@ -127,11 +134,11 @@ class ReceivedStates:
 
     def _is_told(self, span: FeatureSpan) -> bool:
         rows = self._rows.get(span.request_id)
-        return rows is not None and (rows.told_len >= span.stop or rows.is_lost)
+        return rows is not None and (rows.told_len >= span.stop or rows.first > span.start)
 
     def _holds(self, span: FeatureSpan) -> bool:
         rows = self._rows.get(span.request_id)
-        return rows is not None and 0 <= span.start <= span.stop <= rows.num
+        return rows is not None and rows.first <= span.start <= span.stop <= rows.num
 
     def _add(self, key: str, part: Part, given: Tensor | None) -> None:
         width = len(self._layers) * self._embedding.shape[1]
@@ -139,25 +146,26 @@ class ReceivedStates:
         if rows is None or part.start == 0:  # opened, or opened anew
             rows = self._rows[key] = _Rows(width, self._embedding)
         rows.told_len = part.told_len
-        if given is None or not len(given) or rows.is_lost:
+        if given is None or not len(given):
             return
         if given.shape[1] != width:
             raise ValueError(f"hidden states of width {given.shape[1]}, not {width}")
+        if part.start > rows.num:
+            rows.drop(part.start)
         if part.start == rows.num:
             rows.append(given.to(self._embedding))
-        elif part.start > rows.num:
-            rows.lose()
 
     def _evict(self) -> None:
         total = sum(rows.num_bytes for rows in self._rows.values())
         for request_id, rows in self._rows.items():
             if total <= self._max_bytes:
                 return
-            if not rows.num_bytes:
+            if (first := (rows.read_len or rows.num) - KEPT) <= rows.first:
                 continue
-            logger.warning("the hidden states of %s are dropped, as all exceed %d bytes", request_id, self._max_bytes)
+            if not rows.first:
+                logger.warning("the hidden states of %s are dropped, as all exceed %d bytes", request_id, self._max_bytes)
             total -= rows.num_bytes
-            rows.lose()
+            rows.drop(first)
 
 
 def remote_host(options: HiddenStateOptions, device: str) -> tuple[Host, ReceivedStates]:

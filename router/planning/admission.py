@@ -29,12 +29,7 @@ class PredictedTtft:
 
 
 def predicted_ttft(
-    request: SequenceView,
-    sequences: Sequence[SequenceView],
-    load: Load,
-    capacity: Capacity,
-    cost: CostModel,
-    now_s: float,
+    request: SequenceView, sequences: Sequence[SequenceView], load: Load, capacity: Capacity, cost: CostModel, now_s: float
 ) -> PredictedTtft:
     """When the first token of ``request`` comes, by the cost model.
 

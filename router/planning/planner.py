@@ -122,11 +122,7 @@ class StepPlanner:
         return prompts, PassContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=before)
 
     def limits(
-        self,
-        decoding: Sequence[SequenceView],
-        prompts: Sequence[SequenceView],
-        cost: CostModel,
-        now_s: float,
+        self, decoding: Sequence[SequenceView], prompts: Sequence[SequenceView], cost: CostModel, now_s: float
     ) -> RoundLimits:
         """What objectives leave a pass: arguments as of `round_limits`."""
         return round_limits(decoding, prompts, cost, now_s)

@@ -257,12 +257,17 @@ def test_a_link_that_comes_too_late_is_closed(target: Path) -> None:
     eventually(lambda: len(reasons) == 1)
 
 
-def test_what_is_lost_is_dropped_and_told_once(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_dropped_is_told_once_and_what_was_not_read_is_kept(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A drafter that has computed the others goes on."""
     engine, _ = engine_of(target, (0,))
-    states, size = ReceivedStates((0,), engine.embedding, max_bytes=0), engine.embedding.shape[1]
-    for name in ("a", "b"):
-        states.receive(0, Frame((Part(name, 0, 2, 2),), (), torch.ones(2, size)))
-    states.receive(0, Frame((), ()))
+    size, found = engine.embedding.shape[1], list[tuple[list[bool], list[float]]]()
+    states = ReceivedStates((0,), engine.embedding, max_bytes=4 * 4 * size)
+    for name, start in (("a", 0), ("b", 0), ("a", 3)):
+        rows = torch.arange(start, start + 3.0)[:, None].expand(3, size)
+        states.receive(0, Frame((Part(name, start, start + 3, start + 3),), (), rows))
+        held, rows = states.read_hidden_states([FeatureSpan(key_of(0, "a"), one, start + 3) for one in (0, 1)])
+        found.append((held, rows[:, 0].tolist()))
+    assert (found[0], found[2]) == (([True] * 2, [0.0, 1.0, 2.0, 1.0, 2.0]), ([False, True], [1.0, 2.0, 3.0, 4.0, 5.0]))
     assert ["the hidden states of 0/a" in caplog.messages[0], len(caplog.messages)] == [True, 2]
 
 

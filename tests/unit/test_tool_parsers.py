@@ -48,10 +48,7 @@ HERMES = {
         call("add", '{"a": 1}'),
     ),
     "text after it": ('<tool_call>{"name": "add"}</tool_call> done', [*call("add", "{}"), Text(" done")]),
-    "text instead of its end": (
-        '<tool_call>{"name": "add"} [see note], ok',
-        [*call("add", "{}"), Text(" [see note], ok")],
-    ),
+    "text instead of its end": ('<tool_call>{"name": "add"} [see note], ok', [*call("add", "{}"), Text(" [see note], ok")]),
     "arguments twice": (
         '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {"b": 2}, "arguments": "{}"}</tool_call>',
         call("add", '{"a": 1}'),
@@ -121,11 +118,7 @@ def test_calls_are_found_however_the_text_arrives(form: str, text: str, expected
         ("The <think>answer</think>.", False, [Text("The <think>answer</think>.")]),
         ("<think>cut </thi", False, [Reasoning("cut </thi")]),
         ("<thi", False, [Text("<thi")]),
-        (
-            'a</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call>',
-            True,
-            [Reasoning("a"), *call("add", "{}")],
-        ),
+        ('a</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call>', True, [Reasoning("a"), *call("add", "{}")]),
         ("a</think> b </think> c", True, [Reasoning("a"), Text("b </think> c")]),
         ("<tool_call>{", True, [Reasoning("<tool_call>{")]),
     ],
