@@ -17,15 +17,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 
 from benchmarks.server import ServerProcess
-from cluster.config import (
-    ApiConfig,
-    ClusterConfig,
-    Config,
-    ModelConfig,
-    SloConfig,
-    StateConfig,
-    TargetConfig,
-)
+from cluster.config import ApiConfig, ClusterConfig, Config, ModelConfig, SloConfig, StateConfig, TargetConfig
 from deploy.local_ray import free_port
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, API_KEY

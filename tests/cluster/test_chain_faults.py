@@ -28,11 +28,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         DrafterConfig(name="few", options=few, max_draft_len=3),
         DrafterConfig(name="third", options=third, capacity=8),
     )
-    changes = {
-        "drafters": drafters,
-        "router": RouterConfig(policy=PolicyConfig(kind="chain")),
-        "planner": ALWAYS_DRAFTED,
-    }
+    changes = {"drafters": drafters, "router": RouterConfig(policy=PolicyConfig(kind="chain")), "planner": ALWAYS_DRAFTED}
     with served(config.model_copy(update=changes)) as server:
         yield server
 

@@ -282,12 +282,7 @@ def _deployment(model: Path, state: Path, **changes: Section) -> Deployment:
     """One target that may become two, and no drafter that may become two."""
     base = small_config(str(model), state)
     of_target = base.target.model_copy(
-        update={
-            "device": "cpu",
-            "kv_cache_gb": 0.01,
-            "max_replicas": 2,
-            "resources": Resources(cpus=1, gpus=0, threads=1),
-        }
+        update={"device": "cpu", "kv_cache_gb": 0.01, "max_replicas": 2, "resources": Resources(cpus=1, gpus=0, threads=1)}
     )
     ngram = DrafterConfig(
         name="ngram",

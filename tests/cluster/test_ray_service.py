@@ -117,11 +117,7 @@ def test_each_part_is_on_its_own_nodes(url: str) -> None:
     label = {node["NodeID"]: node["Labels"].get("outrider/pool") for node in ray.nodes()}
     groups = ray.util.placement_group_table().values()
     where = {group["name"]: {label[node] for node in group["bundles_to_node_id"].values()} for group in groups}
-    assert where == {
-        "target-0": {"target"},
-        "drafter-ngram": {"drafter-ngram"},
-        "drafter-suffix": {"drafter-suffix"},
-    }
+    assert where == {"target-0": {"target"}, "drafter-ngram": {"drafter-ngram"}, "drafter-suffix": {"drafter-suffix"}}
 
 
 def test_a_lost_replica_of_the_cluster_finds_its_processes(url: str) -> None:

@@ -141,10 +141,7 @@ def test_streams_of_a_lost_target_go_on_at_another(model_folder: Path, tmp_path:
     config = small_config(str(model_folder), tmp_path)
     resources = Resources(cpus=0.25, gpus=0, threads=1)
     target = config.target.model_copy(update={"engine": "vllm", "replicas": 2, "resources": resources})
-    with (
-        served(config.model_copy(update={"target": target, "planner": ALWAYS_DRAFTED})) as server,
-        server.client() as http,
-    ):
+    with served(config.model_copy(update={"target": target, "planner": ALWAYS_DRAFTED})) as server, server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 2)
         plain = undrafted(server, NUM_TOKENS)
         streamed = Streamed(server.url, NUM_TOKENS)

@@ -134,13 +134,7 @@ def main(target_folder: Path, out: Path) -> None:
         chosen = torch.tensor(ANCHORS)
         dflash_core.select_anchors = lambda *_: (chosen, torch.ones(len(ANCHORS), dtype=torch.bool))
         ones = torch.ones(1, LENGTH)
-        arguments = (
-            features[None],
-            token_ids[None],
-            ones,
-            features[None, :, :hidden],
-            zeros,
-        )
+        arguments = (features[None], token_ids[None], ones, features[None, :, :hidden], zeros)
         with torch.no_grad():
             states, logits, _, _, indices = model._backbone_forward(*arguments, max_anchors=len(ANCHORS))
         size, skipped = model.block_size, 0 if model.config.sample_from_anchor else 1

@@ -12,11 +12,7 @@ import pytest
 
 VARIABLE = "OUTRIDER_CLIENTS"  # the folder of tests/clients' packages: an environment of Python, aider/ and node_modules/
 END_S = 280
-PROGRAMS = {
-    "codex": "node_modules/.bin/codex",
-    "opencode": "node_modules/.bin/opencode",
-    "aider": "aider/bin/aider",
-}
+PROGRAMS = {"codex": "node_modules/.bin/codex", "opencode": "node_modules/.bin/opencode", "aider": "aider/bin/aider"}
 CODEX_PROVIDER = 'model_providers.outrider={{name="outrider", base_url="{url}/v1", wire_api="responses"}}'
 KEY = "unused"
 

@@ -93,11 +93,7 @@ class Bench:
         self.mailbox = Mailbox()
         self.drafter = drafter or Counting(limit)
         self.loop = DrafterLoop(
-            "counting",
-            self.drafter,
-            self.mailbox,
-            SessionLimits(**{"max_draft_len": 4, **limits}),
-            ahead_len=ahead_len,
+            "counting", self.drafter, self.mailbox, SessionLimits(**{"max_draft_len": 4, **limits}), ahead_len=ahead_len
         )
         self.link = FakeLink()
         self.now_s = 0.0

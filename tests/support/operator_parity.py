@@ -22,10 +22,7 @@ def check_operators(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device:
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    spans = [
-        PackedSpan(37, (0,) * 5, np.array([3, 0, 2], np.int32)),
-        PackedSpan(0, (0,), np.array([1], np.int32)),
-    ]
+    spans = [PackedSpan(37, (0,) * 5, np.array([3, 0, 2], np.int32)), PackedSpan(0, (0,), np.array([1], np.int32))]
     layout = lay_out(spans, BLOCK_LEN, torch.tensor(inverse_frequencies(config)), device)
     history = KvCache.allocate(config, 4, dtype, device, BLOCK_LEN)
     history.keys.copy_(rand(*history.keys.shape))

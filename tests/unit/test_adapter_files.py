@@ -105,8 +105,7 @@ def test_files_that_cannot_be_read_are_refused(served: Served, fault: Exception)
 
 
 @pytest.mark.parametrize(
-    "end",
-    [lambda served: served.gateway.send(SubmitRound((), ("gone",))), lambda served: served.gateway.close()],
+    "end", [lambda served: served.gateway.send(SubmitRound((), ("gone",))), lambda served: served.gateway.close()]
 )
 def test_a_request_that_ends_meanwhile_is_not_taken_up(served: Served, end: Callable[[Served], None]) -> None:
     served.ask("gone", SQL)

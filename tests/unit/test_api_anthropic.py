@@ -130,8 +130,7 @@ async def test_an_empty_answer_has_no_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["{'a': 1}", "[]", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' * 250 + "1" + "}" * 250, "7"],
+    "arguments", ["{'a': 1}", "[]", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' * 250 + "1" + "}" * 250, "7"]
 )
 async def test_arguments_that_are_no_object_are_told_as_text(arguments: str) -> None:
     text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
@@ -223,14 +222,8 @@ async def test_thinking_is_a_variable_of_the_template(thinking: dict[str, Any], 
         ({"type": "auto"}, {"tool_choice": "auto"}),
         ({"type": "none"}, {"tool_choice": "none"}),
         ({"type": "any"}, {"tool_choice": "required"}),
-        (
-            {"type": "auto", "disable_parallel_tool_use": True},
-            {"tool_choice": "auto", "parallel_tool_calls": False},
-        ),
-        (
-            {"type": "any", "disable_parallel_tool_use": False},
-            {"tool_choice": "required", "parallel_tool_calls": True},
-        ),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
+        ({"type": "any", "disable_parallel_tool_use": False}, {"tool_choice": "required", "parallel_tool_calls": True}),
         ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ],
 )

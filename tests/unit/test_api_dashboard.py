@@ -164,10 +164,7 @@ async def test_a_cluster_that_does_not_answer_is_told() -> None:
 
 def test_samples_are_taken_while_the_app_runs() -> None:
     client = ScriptedClient(model_info(), saying("the answer"))
-    with (
-        listening(app_of(client)) as url,
-        httpx.Client(base_url=url, trust_env=False) as http,
-    ):
+    with listening(app_of(client)) as url, httpx.Client(base_url=url, trust_env=False) as http:
         samples: list[dict[str, object]] = []
         while not samples:
             samples = http.get(DATA).json()["samples"]

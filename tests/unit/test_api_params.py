@@ -141,10 +141,7 @@ async def test_every_parameter_arrives() -> None:
     assert request.chain == ("small",)
 
 
-@pytest.mark.parametrize(
-    ("drafting", "chain"),
-    [("auto", None), ("off", ()), ("ngram", ("ngram",))],
-)
+@pytest.mark.parametrize(("drafting", "chain"), [("auto", None), ("off", ()), ("ngram", ("ngram",))])
 async def test_drafting_names_the_chain(drafting: str, chain: tuple[str, ...] | None) -> None:
     (request,) = await requests_of(CHAT, chat_body(drafting=drafting))
     assert request.chain == chain

@@ -145,10 +145,7 @@ def test_choices_of_tools(choice: Any, offered: int, expected: Any) -> None:
         ({"tools": [FUNCTION, NAMESPACE], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         (
-            {
-                "tools": [NAMESPACE, {**NAMESPACE, "name": "other"}],
-                "tool_choice": {"type": "function", "name": "read"},
-            },
+            {"tools": [NAMESPACE, {**NAMESPACE, "name": "other"}], "tool_choice": {"type": "function", "name": "read"}},
             "tool_choice.name",
         ),
         (

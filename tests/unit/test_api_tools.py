@@ -286,8 +286,7 @@ async def test_choices_have_calls_of_their_own() -> None:
         ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
         assert len(set(ids)) == 3
         response = await http.post(
-            CHAT,
-            json=chat_body(tools=TOOLS, max_tokens=150, n=3, stream=True, stream_options={"include_usage": True}),
+            CHAT, json=chat_body(tools=TOOLS, max_tokens=150, n=3, stream=True, stream_options={"include_usage": True})
         )
         chunks = chunks_in(response.text)
         assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]

@@ -292,11 +292,7 @@ def test_every_change_is_kept_with_its_reason() -> None:
     log.note((Replicas(1), {"ngram": Replicas(0)}), (Replicas(1, 1), {"ngram": Replicas(0)}), "need 1.4")
     log.note((Replicas(2), {"ngram": Replicas(0)}), (Replicas(1), {"ngram": Replicas(0, 2)}), "need 0.2")
     seen = [(one.at_s, one.name, one.num_before, one.num_after, one.reason) for one in log.events]
-    assert seen == [
-        (7.0, "target", 1, 2, "need 1.4"),
-        (7.0, "target", 2, 1, "need 0.2"),
-        (7.0, "ngram", 0, 2, "need 0.2"),
-    ]
+    assert seen == [(7.0, "target", 1, 2, "need 1.4"), (7.0, "target", 2, 1, "need 0.2"), (7.0, "ngram", 0, 2, "need 0.2")]
     assert log.counts == (ScaleCounts("target", 1, 1), ScaleCounts("ngram", 1, 0))
 
 
@@ -345,10 +341,7 @@ async def test_a_restarted_supervisor_scales_on_from_what_runs() -> None:
             "scaling: {policy: outrider}\ntarget: {max_replicas: 2}\nslo: {classes: {a: {ttft_ms: 500}}, default: a}",
             "needs slo.default with ttft_ms and tpot_ms",
         ),
-        (
-            "scaling: {policy: outrider}\nslo: {classes: {a: {ttft_ms: 500, tpot_ms: 50}}, default: a}",
-            "needs max_replicas",
-        ),
+        ("scaling: {policy: outrider}\nslo: {classes: {a: {ttft_ms: 500, tpot_ms: 50}}, default: a}", "needs max_replicas"),
     ],
 )
 def test_a_file_that_cannot_scale_is_refused(text: str, said: str) -> None:

@@ -39,8 +39,7 @@ def _num_cached(first: str, second: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "num_cached"),
-    [("x", "y", 0), ("x", "", 0), ("", "x", 0), ("x", "x", 36), ("", "", 36)],
+    ("first", "second", "num_cached"), [("x", "y", 0), ("x", "", 0), ("", "x", 0), ("x", "x", 36), ("", "", 36)]
 )
 def test_a_prefix_is_found_under_its_own_salt_only(first: str, second: str, num_cached: int) -> None:
     assert _num_cached(first, second) == num_cached

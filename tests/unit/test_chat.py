@@ -28,10 +28,7 @@ Script = Callable[[Request], Iterable[Step]]
 @contextmanager
 def conversation(script: Script) -> Iterator[tuple[Conversation, ScriptedClient]]:
     cluster = ScriptedClient(model_info(), script)
-    with (
-        listening(app_of(cluster)) as address,
-        connect(f"{address}/v1", None) as client,
-    ):
+    with listening(app_of(cluster)) as address, connect(f"{address}/v1", None) as client:
         yield Conversation(client, served_model(client)), cluster
 
 
@@ -157,10 +154,7 @@ def test_a_terminal_breaks_lines_between_words() -> None:
     """Tokens end anywhere within words, and the last word of a line comes in several pieces."""
     answer = "an answer to the other answers, word by word, " * 5
     cluster = ScriptedClient(model_info(), saying(answer.strip()))
-    with (
-        listening(app_of(cluster)) as url,
-        on_terminal("chat", "--url", url) as terminal,
-    ):
+    with listening(app_of(cluster)) as url, on_terminal("chat", "--url", url) as terminal:
         terminal.await_text("> ")
         terminal.type("what is it?\n")
         terminal.await_text("accepted")

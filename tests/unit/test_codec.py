@@ -74,12 +74,7 @@ def some(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object,
 
 
 hellos = st.builds(
-    Hello,
-    role=st.sampled_from(Role),
-    name=names,
-    vocab_size=uint32s,
-    tokenizer_fingerprint=names,
-    protocol_version=uint32s,
+    Hello, role=st.sampled_from(Role), name=names, vocab_size=uint32s, tokenizer_fingerprint=names, protocol_version=uint32s
 )
 greetings = st.builds(Greeting, hellos, st.binary(max_size=40), st.binary(max_size=40))
 chances = st.floats(0, 1)

@@ -328,11 +328,7 @@ def rounds_of(
 
 def test_virtual_drafts_end_where_real_ones_do() -> None:
     for confidences, min_survival, expected in (
-        (
-            (0.9, 0.9, 0.9, 0.9),
-            0.0,
-            DraftScore("r", 5, 4, 4),
-        ),  # the longest draft, all right: no position failed
+        ((0.9, 0.9, 0.9, 0.9), 0.0, DraftScore("r", 5, 4, 4)),  # the longest draft, all right: no position failed
         ((0.9, 0.5, 0.9, 0.9), 0.5, DraftScore("r", 5, 2, 3)),  # the unlikely token itself is drafted
     ):
         shadow = shadow_of(5, 4, 1000)

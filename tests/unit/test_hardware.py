@@ -73,10 +73,7 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [
-        {"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"},
-        {},
-    ],
+    [{"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, {}],
     ids=["max", "no controllers"],
 )
 def test_without_a_limit_version_2_tells_none(files: dict[str, str], tmp_path: Path) -> None:

@@ -10,10 +10,7 @@ import pytest
 import yaml
 
 from deploy.k8s.kustomize import OVERLAYS
-from tests.support.manifests import (
-    CHART,
-    ROOT,
-)
+from tests.support.manifests import CHART, ROOT
 
 
 def test_the_image_has_what_pods_expect_of_it() -> None:

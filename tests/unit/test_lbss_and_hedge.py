@@ -145,8 +145,7 @@ def taught(policy: AssignmentPolicy, num_slots: int = 10) -> AssignmentPolicy:
     policy.assign(requests, pool)
     for _ in range(num_slots):
         policy.observe(
-            [seen(r.request_id, "d0", 1.2) for r in requests],
-            [ScoreCounts(r.request_id, "d1", TEN_RIGHT) for r in requests],
+            [seen(r.request_id, "d0", 1.2) for r in requests], [ScoreCounts(r.request_id, "d1", TEN_RIGHT) for r in requests]
         )
     return policy
 
@@ -255,11 +254,7 @@ def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay() -> No
         policy.assign([request], pool)
         for _ in range(50):
             policy.observe(
-                [],
-                [
-                    ScoreCounts("r", "d0", Positions((20,), (10,))),
-                    ScoreCounts("r", "d1", Positions((20,), (14,))),
-                ],
+                [], [ScoreCounts("r", "d0", Positions((20,), (10,))), ScoreCounts("r", "d1", Positions((20,), (14,)))]
             )
         return policy.assign([request], pool) == {"r": ("d1",)}
 

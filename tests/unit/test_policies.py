@@ -95,11 +95,7 @@ def test_a_wide_drafter_takes_a_wide_range_of_lengths() -> None:
 
 def test_a_full_drafter_passes_requests_on_to_its_neighbour() -> None:
     requests = [view(f"r{i}", prompt_len=1) for i in range(5)]  # all short, so all point at d0
-    assert Counter(GreedyLength().assign(requests, pool_of(2, 2, 8)).values()) == {
-        ("d0",): 2,
-        ("d1",): 2,
-        ("d2",): 1,
-    }
+    assert Counter(GreedyLength().assign(requests, pool_of(2, 2, 8)).values()) == {("d0",): 2, ("d1",): 2, ("d2",): 1}
 
 
 def test_a_lone_prompt_is_short_or_long_by_what_came_before() -> None:

@@ -120,10 +120,7 @@ def test_random_answers_of_a_grammar_are_valid_calls(form: str, vocabulary: Gram
     rng, num_answers = random.Random(form), 0
     compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1)
     for _ in range(NUM_SCHEMAS):
-        defs = {
-            "tree": {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}}},
-            "code": {"type": "string"},
-        }
+        defs = {"tree": {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}}}, "code": {"type": "string"}}
         schema = {**random_object(rng), "$defs": defs}
         tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
         try:

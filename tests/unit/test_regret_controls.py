@@ -46,12 +46,30 @@ class FirstCome:
         return np.array(rows, np.int64), np.array(columns, np.int64)
 
 
-class LastEpoch:
+class Broken:
+    """A policy whose placements are changed."""
+
+    def __init__(self, policy: AssignmentPolicy) -> None:
+        self._policy = policy
+
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
+        self._policy.observe(observations, scores)
+
+    def snapshot(self) -> JsonValue:
+        return self._policy.snapshot()
+
+    def restore(self, snapshot: JsonValue) -> None:
+        self._policy.restore(snapshot)
+
+
+class LastEpoch(Broken):
     """Forgets at the end of each epoch what was seen in it."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(lbss(seed))
         self._seed = seed
-        self._policy = lbss(seed)
         self._epoch: JsonValue = 1
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
@@ -62,23 +80,12 @@ class LastEpoch:
             self._policy.restore({"epoch": self._epoch, "drafters": {}})
         return self._policy.assign(requests, pool)
 
-    def observe(
-        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
-    ) -> None:
-        self._policy.observe(observations, scores)
 
-    def snapshot(self) -> JsonValue:
-        return self._policy.snapshot()
-
-    def restore(self, snapshot: JsonValue) -> None:
-        self._policy.restore(snapshot)
-
-
-class Permuted:
+class Permuted(Broken):
     """A policy, some of whose placements are exchanged with each other in each slot."""
 
     def __init__(self, policy: AssignmentPolicy, seed: int) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._random = np.random.default_rng(seed)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
@@ -88,17 +95,6 @@ class Permuted:
         moved_chains = [chains[names[i]] for i in moved]
         chains.update(zip((names[i] for i in np.roll(moved, 1)), moved_chains, strict=True))
         return chains
-
-    def observe(
-        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
-    ) -> None:
-        self._policy.observe(observations, scores)
-
-    def snapshot(self) -> JsonValue:
-        return self._policy.snapshot()
-
-    def restore(self, snapshot: JsonValue) -> None:
-        self._policy.restore(snapshot)
 
 
 def regrets(make: Make, full_information: bool = False) -> list[Floats]:

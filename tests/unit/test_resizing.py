@@ -23,11 +23,7 @@ from router.scaling.report import FleetSize
 from tests.support.supervision import FAST, PretendedSpawner, eventually
 
 NGRAM = DrafterConfig(name="ngram", options=NgramOptions(), replicas=0, min_replicas=0, max_replicas=3)
-CONFIG = Config(
-    target=TargetConfig(replicas=1, max_replicas=3),
-    drafters=(NGRAM,),
-    supervision=FAST,
-)
+CONFIG = Config(target=TargetConfig(replicas=1, max_replicas=3), drafters=(NGRAM,), supervision=FAST)
 PATIENT = CONFIG.model_copy(update={"supervision": FAST.model_copy(update={"start_timeout_s": 600.0})})
 IDLE = TargetStatus("", "ready", 0, 0, 10, 10, 0.0, 0.0)
 

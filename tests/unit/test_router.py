@@ -5,14 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import (
-    Config,
-    DrafterConfig,
-    NgramOptions,
-    PolicyConfig,
-    RouterConfig,
-    SuffixOptions,
-)
+from cluster.config import Config, DrafterConfig, NgramOptions, PolicyConfig, RouterConfig, SuffixOptions
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import LONGEST_ROUND, Telemetry
 from router.assignment import (

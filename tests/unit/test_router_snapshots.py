@@ -8,35 +8,13 @@ import pytest
 from pydantic import JsonValue
 
 from actors.router import SAVE_PERIOD_S, RouterMemory
-from cluster.config import Config, DrafterConfig, ModelConfig, PolicyConfig, RouterConfig, SuffixOptions
+from cluster.config import Config, ModelConfig, PolicyConfig, RouterConfig
 from cluster.state import Document, FileStateStore, StateUnavailable
-from router.assignment import (
-    AssignmentPolicy,
-    Observation,
-    PoolMember,
-    RequestView,
-)
+from router.assignment import AssignmentPolicy, Observation
 from router.drafter.epsilon_greedy import EpsilonGreedy
-from router.drafter.router import SlotReport
 from router.drafter.seats import Fixed
 from tests.support.memory_store import MemoryStateStore
-
-EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))
-
-OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
-
-
-POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
-
-
-def report(
-    *requests: RequestView, version: int = 0, drafters: tuple[str, ...] = ("a", "b"), seen: tuple[Observation, ...] = ()
-) -> SlotReport:
-    return SlotReport(requests, seen, version, drafters)
-
-
-def view(request_id: str, *chain: str) -> RequestView:
-    return RequestView(request_id, 5, 5, chain)
+from tests.unit.test_router import EPSILON_GREEDY, POOL, view
 
 
 def learned() -> AssignmentPolicy:

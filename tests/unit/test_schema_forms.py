@@ -59,10 +59,7 @@ SAME: list[tuple[Any, Any]] = [
         {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INTEGER, "required": ["a"]},
         {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False, "required": ["a"]},
     ),
-    (
-        {"type": "object", "patternProperties": {"^(.*)$": INTEGER}},
-        {"type": "object", "additionalProperties": INTEGER},
-    ),
+    ({"type": "object", "patternProperties": {"^(.*)$": INTEGER}}, {"type": "object", "additionalProperties": INTEGER}),
     (
         {"type": "object", "patternProperties": {"^[a-z]$": INTEGER}},
         {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}, "additionalProperties": INTEGER},

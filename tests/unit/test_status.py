@@ -161,11 +161,7 @@ def test_a_server_answers_with_its_status() -> None:
 def test_a_cluster_that_is_away_is_a_503() -> None:
     scripted = ScriptedClient(model_info(), saying("hello"))
     scripted.failure = LinkClosed("no target is there")
-    with (
-        server(scripted) as url,
-        httpx.Client(base_url=url) as client,
-        pytest.raises(ServerFailed, match=r"answered 503"),
-    ):
+    with server(scripted) as url, httpx.Client(base_url=url) as client, pytest.raises(ServerFailed, match=r"answered 503"):
         fetch(client)
 
 

@@ -100,12 +100,7 @@ NESTED = '"a"{1,500}){1,500}){1,500}'
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "root ::= root | root root",
-        "root ::= x\nx ::= y\ny ::= x",
-        'root ::= x "a"\nx ::= x',
-        'root ::= "a" x\nx ::= x',
-    ],
+    ["root ::= root | root root", "root ::= x\nx ::= y\ny ::= x", 'root ::= x "a"\nx ::= x', 'root ::= "a" x\nx ::= x'],
 )
 def test_a_grammar_that_no_output_matches_is_refused(grammars: Grammars, source: str) -> None:
     refused = refusal(grammars, Grammar(GrammarKind.EBNF, source))

@@ -99,10 +99,7 @@ CALLED: dict[str, tuple[str, str, list[Part]]] = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:3<|tool_call_argument_begin|>"
         f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.math.add-2:4<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
         "<|tool_calls_section_end|>",
-        [
-            *call("get_weather", PARIS, 0, "functions.get_weather:3"),
-            *call("math.add-2", "{}", 1, "functions.math.add-2:4"),
-        ],
+        [*call("get_weather", PARIS, 0, "functions.get_weather:3"), *call("math.add-2", "{}", 1, "functions.math.add-2:4")],
     ),
     "GLM-4.5": (
         "glm45",

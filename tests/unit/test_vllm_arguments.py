@@ -67,10 +67,7 @@ def test_graphs_are_captured_of_the_passes_that_are_planned() -> None:
         return vllm_arguments("cuda", compilation_config=compilation)["compilation_config"]
 
     assert asked(cudagraph_mode="PIECEWISE") == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
-    assert asked(max_cudagraph_capture_size=64) == {
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "max_cudagraph_capture_size": 64,
-    }
+    assert asked(max_cudagraph_capture_size=64) == {"cudagraph_mode": "FULL_AND_PIECEWISE", "max_cudagraph_capture_size": 64}
     assert vllm_arguments("cuda", compilation_config=3)["compilation_config"] == 3
 
 
