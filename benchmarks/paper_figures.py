@@ -28,9 +28,9 @@ from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import DraftLengthConfig
 from router.cost_model import CostModel, TableCost
 from router.drafting.overlap_gains import remote_bound
-from simulator.plots import Panel, plot
 from simulator.scenario import Lens
 from simulator.speculation import Arm, ArmResult, run_arm
+from simulator.study import Panel, plot
 
 AUTHORS, SIMULATED = "measured by the authors", "simulated: the paper's pairs of models do not run here"
 PAPER_5 = {"chat": "0.457 to 0.957", "math": "0.769 to 0.925", "code": "0.676 to 0.920"}  # acceptance

@@ -10,9 +10,8 @@ from benchmarks.studies import specrouter, spin
 from cluster.errors import InvalidField
 from deploy.console import table_console
 from simulator import serving
-from simulator.plots import plot
 from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
-from simulator.study import Study
+from simulator.study import Study, plot
 
 FOLDER = Path(__file__).parent / "scenarios"
 

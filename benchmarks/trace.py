@@ -20,8 +20,8 @@ from benchmarks.report import BenchOptions, BenchResult, Cell, Table, TraceOptio
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
 from cluster.errors import InvalidField
-from simulator.plots import Panel, plot
 from simulator.serving import read_trace
+from simulator.study import Panel, plot
 
 DURATION_S, QUICK_S = 600.0, 60.0  # of the arrivals, at the mean rate
 DEADLINE_S, QUICK_DEADLINE_S = 300.0, 60.0  # of a request, from its arrival

@@ -16,8 +16,7 @@ from drafters.session import request_id_of
 from drafters.sessions import SessionLimits
 from router.assignment import Chain
 from simulator.agreement import Agreement
-from simulator.events import STEP, Events
-from simulator.links import VirtualMailbox
+from simulator.links import STEP, Events, VirtualMailbox
 from simulator.text import Script
 from simulator.timing import DraftTimer, Jitter, Work
 

@@ -9,8 +9,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Received
 from cluster.types import Commit, FinishReason, Request
 from simulator.agreement import SimulatedRequest
-from simulator.events import Events
-from simulator.links import VirtualLink
+from simulator.links import Events, VirtualLink
 from simulator.target import SimulatedTarget
 from simulator.text import AnswerText, Script
 

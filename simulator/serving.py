@@ -20,10 +20,9 @@ from router.assignment import Scored
 from router.drafter.policies import build_policy, scored_by
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
-from simulator.plots import Panel
 from simulator.scenario import ServingScenario
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate
-from simulator.study import Cell, Said, Study, Table
+from simulator.study import Cell, Panel, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
 

@@ -26,9 +26,8 @@ from router.planning.planner import Planner
 from simulator.agreement import SimulatedRequest
 from simulator.cascade import MemberSpec, SimulatedCascade
 from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedDrafter, TimedLoop
-from simulator.events import MAIL, STEP, Events
 from simulator.gateway import Served, SimulatedGateway
-from simulator.links import link
+from simulator.links import MAIL, STEP, Events, link
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer

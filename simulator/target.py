@@ -10,8 +10,7 @@ from engine.loop_status import StepReport
 from engine.round import TargetLoop
 from router.plan import Capacity, Span
 from simulator.drafter import TimedLoop
-from simulator.events import STEP, Events
-from simulator.links import VirtualMailbox
+from simulator.links import STEP, Events, VirtualMailbox
 from simulator.text import Script
 from simulator.timing import Jitter, PassTimer, Rows
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from router.cost_model import TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, predict
-from simulator.plots import Panel
+from simulator.study import Panel
 
 # Of llama-68m and TinyLlama-1.1B, over Llama-2-7b.
 PAPERS_COSTS = {"parameters": (0.068 / 6.74, 1.1 / 6.74), "layers": (2 / 32, 22 / 32)}

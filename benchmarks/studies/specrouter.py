@@ -34,10 +34,9 @@ from router.papers.specrouter import ModelChains
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
-from simulator.plots import Panel
 from simulator.scenario import SpecRouterScenario
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
-from simulator.study import Cell, Said, Study, Table
+from simulator.study import Cell, Panel, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import PackedPass
 

@@ -27,10 +27,9 @@ from router.drafting.verification import PassContext
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
-from simulator.plots import Panel
 from simulator.scenario import SpinScenario, TextWorkload
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
-from simulator.study import Cell, Said, Study, Table
+from simulator.study import Cell, Panel, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass, PaddedPass
 

@@ -14,7 +14,7 @@ from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, TraceOptions
 from cluster.errors import InvalidField
 from cluster.types import Request
-from simulator.plots import plot
+from simulator.study import plot
 from tests.support.api import MODEL, app_of, listening, model_info, saying
 from tests.support.scripted import ScriptedClient, Step
 
