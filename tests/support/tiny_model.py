@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -104,7 +103,7 @@ def write_renamed(folder: Path, model: Path, pieces: Mapping[str, str], ids: Seq
     return folder
 
 
-def ship(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Path | str) -> None:
+def ship(monkeypatch: Any, folder: Path, target: Path | str) -> None:
     """The drafters below ``folder`` are those that are shipped, for ``target``."""
     monkeypatch.setattr("drafters.shipped.FOLDER", folder)
     monkeypatch.setattr("drafters.shipped.MODEL", str(target))

@@ -18,7 +18,7 @@ ONLY_NEEDED = """
 import importlib.metadata as metadata, re, runpy, sys
 from packaging.requirements import Requirement
 def normal(name): return re.sub(r"[-_.]+", "-", name).lower()
-left, needed = ["torch", "triton", "transformers", "numpy", "scipy", "grpcio", "pydantic"], set()
+left, needed = ["torch", "triton", "transformers", "numpy", "scipy", "grpcio", "protobuf", "pydantic"], set()
 while left:
     name = normal(left.pop())
     if name not in needed:
