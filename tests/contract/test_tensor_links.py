@@ -330,6 +330,33 @@ def test_memory_that_a_peer_could_shrink_is_refused(monkeypatch: pytest.MonkeyPa
             call(meeting.address, "drafter", CPU, End().end)
 
 
+EXITING = """
+import sys, time, torch
+from cluster.transport.tensors import TensorEnd
+from cluster.transport.tensors.groups import call
+
+class Late:  # the interpreter takes its time to end, so that threads come back from torch meanwhile
+    def __del__(self, sleep=time.sleep):
+        sleep(3.0)
+
+late = Late()
+print("calls", flush=True)
+call(sys.argv[1], "d", torch.device("cpu"), TensorEnd(print, print))
+"""
+
+
+def test_a_process_that_exits_with_an_open_link_is_not_aborted() -> None:
+    meeting = Meeting("127.0.0.1", shares_memory=False)
+    command = [sys.executable, "-c", EXITING, meeting.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "calls\n"
+        sender = meeting.answer("d", CPU)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    sender.close()
+    assert (process.returncode, stderr) == (0, "")
+
+
 def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
     states, end = ReceivedStates((1,), torch.zeros(9, 8)), End()
     link, _ = link_by("shared", SimpleNamespace(end=TensorEnd(partial(states.receive, 1), end.reasons.put)))

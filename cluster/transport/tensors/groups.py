@@ -7,10 +7,12 @@ number (``answer``), so that an end that was lost is never met again. As between
 between machines the network must be private.
 """
 
+import atexit
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -36,6 +38,26 @@ HEARTBEAT_S, SILENCE_S = 1.0, 6.0  # as of control links
 _SENDER, _RECEIVER = 0, 1
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
+_inside: dict[threading.Thread, Callable[[], None]] = {}  # threads that compute in torch.distributed, and what ends them
+
+
+@contextmanager
+def _in_torch(end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A thread that comes back from torch while the interpreter ends would abort the process: it is waited for before."""
+    thread = threading.current_thread()
+    _inside[thread] = end
+    try:
+        yield
+    finally:
+        del _inside[thread]
+
+
+@atexit.register
+def _leave_torch() -> None:
+    for end in tuple(_inside.values()):
+        end()
+    for thread in tuple(_inside):
+        thread.join(MEET_S)
 
 
 class Meeting:
@@ -51,6 +73,7 @@ class Meeting:
             host, port, is_master=True, timeout=_MEET, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
+    @_in_torch()
     def answer(self, name: str, device: torch.device, end: TensorEnd | None = None) -> "TensorSender":
         """The link to the newest caller ``name``, if it still waits for an answer. Waits MEET_S. Raises LinkClosed."""
         try:
@@ -67,6 +90,7 @@ class Meeting:
 _MEET = timedelta(seconds=MEET_S)
 
 
+@_in_torch()
 def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "TensorReceiver":
     """The receiving end of a link to the ``Meeting`` at ``address``. Waits MEET_S at most. Raises LinkClosed."""
     try:
@@ -186,8 +210,9 @@ class TensorSender:
     def _run(self) -> None:
         reason = "it was closed"
         try:
-            while not self._queue.is_closed:
-                self._wire.send(self._queue.take(HEARTBEAT_S) or Frame(()))
+            with _in_torch(self.close):
+                while not self._queue.is_closed:
+                    self._wire.send(self._queue.take(HEARTBEAT_S) or Frame(()))
         except (RuntimeError, OSError) as error:
             reason = str(error)
         finally:  # whatever it was: the queue would fill
@@ -211,10 +236,11 @@ class TensorReceiver:
     def _run(self) -> None:
         reason = "it was closed"
         try:
-            while not self._is_closed:
-                frame = self._wire.receive()
-                if frame.parts or frame.ended:
-                    self._end.receive(frame)
+            with _in_torch(self.close):
+                while not self._is_closed:
+                    frame = self._wire.receive()
+                    if frame.parts or frame.ended:
+                        self._end.receive(frame)
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error)
         finally:  # whatever it was: a request waits for rows as long as the link is up
