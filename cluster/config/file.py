@@ -130,7 +130,7 @@ class SupervisionConfig(Section):
     """Detection of dead processes, and restarts."""
 
     health_timeout_ms: Milliseconds = 3000  # a process that does not answer is killed and restarted
-    start_timeout_s: Seconds = 300  # until the first successful health check
+    start_timeout_s: Seconds = 1800  # until the first successful health check
     quarantine_restarts: Count = 5  # restarts within a minute after which a drafter is left out for two
     removed = former(
         "health_period_ms", "restart_backoff_ms", "max_restart_backoff_ms", "quarantine_window_s", "quarantine_s"
