@@ -3,6 +3,7 @@ evictions that it decides."""
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,22 +36,23 @@ class MemoryBudget:
     limits: dict[str, int] = field(default_factory=dict)
 
 
-def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
-    """Of a placed configuration; drafters whose files are elsewhere count as 0. Raises InvalidField if one does not fit."""
-    tenants = tuple(_tenants(config, plan))
+def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory, most_tokens: float = math.inf) -> MemoryBudget:
+    """Of a placed configuration; drafters whose files are elsewhere count as 0. ``most_tokens``: of all requests that run at
+    once. Raises InvalidField if one does not fit."""
+    tenants = tuple(_tenants(config, plan, most_tokens))
     limits = _limits(config, plan, inventory)
     check_fits(tenants, limits)
     return MemoryBudget(tenants, limits)
 
 
-def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
+def _tenants(config: Config, plan: PlacementPlan, most_tokens: float) -> Iterable[Tenant]:
     for drafter in config.drafters:
         if drafter.is_colocated or drafter.scales:  # the latter are placed by their resources alone
             continue
         bundles = plan.group(drafter_name(drafter.name)).bundles
         on_gpu = drafter.device == "cuda"
         assert config.model.max_model_len != "auto", "the deployment has resolved it"
-        more = (config.model.max_model_len, config.proposers_of(drafter.name), config.model.name)
+        more = (config.model.max_model_len, config.proposers_of(drafter.name), config.model.name, most_tokens)
         size = _known(drafter.name, footprint, drafter, str(drafter.device), *more)
         slow = _known(drafter.name, footprint, drafter, "cpu", *more) if on_gpu else Footprint()
         # Evicting a drafter without a model would free almost nothing.

@@ -75,8 +75,8 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         max_threads: of the target with "auto"; None: as many as there are.
         uses_gpus: whether "auto" may be a GPU; False where this environment cannot use one.
 
-    The target and the drafters in its process use GPUs if there are enough for all ranks. Other drafters with a model
-    use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs.
+    The target and the drafters in its process use GPUs if there are enough for all ranks, vLLM's if there is one. Other
+    drafters with a model use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, else CPUs.
 
     Raises:
         InvalidField: unix sockets between several machines.
@@ -85,7 +85,9 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     nodes = inventory.matching(target.resources.node_labels)
     num_ranks = target.most * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
-    on_gpu = uses_gpus and 0 < num_gpus <= nodes.num_gpus and target.dtype != "as-shipped"
+    # vLLM's build for GPUs computes on nothing else: placement reports what is missing.
+    enough = num_gpus if target.engine == "vllm" and nodes.num_gpus else nodes.num_gpus
+    on_gpu = uses_gpus and 0 < num_gpus <= enough and target.dtype != "as-shipped"
     device = target.device if target.device != "auto" else ("cuda" if on_gpu else "cpu")
     named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
     own_nodes = nodes if device == "cuda" else Inventory(())

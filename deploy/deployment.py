@@ -38,7 +38,7 @@ from deploy import local_ray
 from deploy.api.settings import sampling_defaults
 from deploy.console import say_step
 from deploy.local_ray import LaunchError
-from deploy.memory import sized
+from deploy.memory import cached_tokens, sized
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, LOOPBACK_OF, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
@@ -75,34 +75,28 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         self._ray_processes = psutil.Process().children() if owns_ray else []
 
     def reserve(self, config: Config, model_folder: Path) -> Deployment:
-        """Resolves the configuration for the cluster's machines and reserves a placement group for each of its parts.
-
-        Args:
-            config: this cluster's, with the files of its models.
-
-        Raises:
-            LaunchError, PlacementError or InvalidField: it does not fit the cluster.
-        """
+        """Resolves ``config``, this cluster's with the files of its models, for the cluster's machines, and reserves a
+        placement group for each of its parts. Raises LaunchError, PlacementError or InvalidField: it does not fit."""
         file = config.cluster.token_file
         token = secrets.token_hex(32) if file is None else read_secret(file)
         inventory = with_cores(read_inventory(ray.nodes()))
         sampling_defaults(config.model, model_folder)  # refused here rather than in the API's process
-        facts = read_facts(config, model_folder)
-        config = resolve_dtypes(resolve(config, inventory, facts.useful_threads, uses_gpus=torch_has_cuda()))
+        max_threads = read_facts(config, model_folder).useful_threads
+        config = resolve_dtypes(resolve(config, inventory, max_threads, uses_gpus=torch_has_cuda()))
+        facts = read_facts(config, model_folder)  # in the dtype of its device
         if config.target.device == "cuda" or any(d.device == "cuda" for d in config.drafters):
             inventory = with_gpu_memory(inventory)
         nodes = inventory.matching(config.target.resources.node_labels).nodes
-        config = sized(config, facts, min((node.gpu_bytes for node in nodes if node.gpu_bytes is not None), default=None))
+        gpu_bytes = min((node.gpu_bytes for node in nodes if node.gpu_bytes is not None), default=None)
+        config = sized(config, facts, gpu_bytes)
         plan = place(config, inventory)
         if config.transport.kind == "grpc" and config.cluster.tls is not None:
             tls.check(config.cluster.tls)  # refused here rather than in each process
             _warn_of_ranks(plan)
         self._groups = make_groups(plan, detached=not self._owns_ray)
-        budget = memory_budget(config, as_made(plan, self._groups), inventory)
-        folders = (str(self._folder), str(model_folder))
-        return Deployment(
-            config, self._groups, folders[0], token, budget, folders[1], self._source, detached=not self._owns_ray
-        )
+        budget = memory_budget(config, as_made(plan, self._groups), inventory, cached_tokens(config, facts, gpu_bytes))
+        here, model = str(self._folder), str(model_folder)
+        return Deployment(config, self._groups, here, token, budget, model, self._source, detached=not self._owns_ray)
 
     def deploy(self, model_folder: Path) -> ModelInfo:
         """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""

@@ -1,12 +1,16 @@
 """Whether a deployment fits into memory, known before its processes start, and how large the KV cache of a GPU is."""
 
+import math
+
 from cluster.config import Config
+from cluster.resolve import Inventory, Node, resolve
 from deploy.local_ray import LaunchError
 from drafters.footprint import hidden_state_bytes, target_footprint, target_footprints
 from engine.compiling import kernels_fault
 from engine.dtypes import held_dtype
 from engine.model_facts import ModelFacts, max_model_len
-from profiler.hardware import available_memory_bytes
+from engine.vllm.environment import torch_has_cuda
+from profiler.hardware import available_memory_bytes, num_cores
 
 # Measured: Ray, Serve and the small processes, without weights and KV caches.
 BASE_BYTES = int(1.3 * 2**30)
@@ -14,12 +18,16 @@ API_BYTES = int(0.13 * 2**30)  # of each replica of the API after the first
 
 
 def check_memory(config: Config) -> None:
-    """Checks targets on this machine's CPU; GPUs and other machines are unknown at this point.
+    """Checks targets on this machine's CPU; the memory of GPUs and of other machines is unknown at this point.
 
     Raises LaunchError: too little free memory; ModelUnavailable: a drafter's files are missing or unsupported.
     """
-    target = config.target
-    if target.device == "cuda" or config.cluster.ray_address is not None:
+    target, device = config.target, config.target.device
+    if device == "auto" and torch_has_cuda():
+        import torch
+
+        device = resolve(config, Inventory((Node("", num_cores(), torch.cuda.device_count()),))).target.device
+    if device == "cuda" or config.cluster.ray_address is not None:
         return
     num_ranks = target.most * target.tensor_parallel
     base = BASE_BYTES + (config.api.most - 1) * API_BYTES
@@ -61,7 +69,7 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
     least = num_tokens
     if is_auto:
         least = 1 if config.model.max_model_len == "auto" else max_model_len(config, facts)
-    if left < least * (token_bytes + hidden) and "cpu_offload_gb" not in target.vllm:
+    if left < least * (token_bytes + hidden):
         parts = {
             _weights(config): own.weight_bytes,
             "the largest pass": own.pass_bytes,
@@ -83,6 +91,13 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
         share = (allowed - not_counted) / gpu_bytes
         config = config.changed(target={"kv_cache_gb": "auto", "gpu_memory_utilization": share})
     return config
+
+
+def cached_tokens(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> float:
+    """Upper bound of the tokens in the KV caches of all targets."""
+    if config.target.device == "cuda" and gpu_bytes is None:
+        return math.inf
+    return config.target.most * max(gpu_bytes or 0, config.target.kv_cache_bytes) / facts.kv_bytes_per_token
 
 
 def _weights(config: Config) -> str:

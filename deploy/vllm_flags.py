@@ -100,11 +100,11 @@ SHORT: Mapping[str, str] = {
 NEEDLESS: Mapping[str, tuple[int, str]] = {  # tokens that it takes, and why it changes nothing
     "--enable-prefix-caching": (0, "the prefix cache is always on"),
     "--no-enable-prefix-caching": (0, "the prefix cache stays on"),
-    "--enable-chunked-prefill": (0, "prompts are always computed in chunks"),
-    "--no-enable-chunked-prefill": (0, "prompts are always computed in chunks"),
+    **dict.fromkeys(
+        ("--enable-chunked-prefill", "--no-enable-chunked-prefill"), (0, "prompts are always computed in chunks")
+    ),
     "--enable-auto-tool-choice": (0, "calls with tools may always choose"),
-    "--async-scheduling": (0, "the loop schedules by its own rules"),
-    "--no-async-scheduling": (0, "the loop schedules by its own rules"),
+    **dict.fromkeys(("--async-scheduling", "--no-async-scheduling"), (0, "the loop schedules by its own rules")),
     "--disable-log-requests": (0, "requests are logged with observability.log_format: json alone"),
     "--no-enable-log-requests": (0, "requests are logged with observability.log_format: json alone"),
     "--disable-log-stats": (0, "statistics are metrics, not log lines"),
@@ -117,8 +117,10 @@ NEEDLESS: Mapping[str, tuple[int, str]] = {  # tokens that it takes, and why it 
     "--chat-template-content-format": (1, "it is recognised from the chat template"),
     "--seed": (1, "a request without a seed draws one; seeds are fields of requests"),
 }
-_NO_COUNTERPART = "has no counterpart here"
+_WITHOUT: tuple[str, ...] = ("--middleware", "--response-role", "--return-tokens-as-token-ids", "--tool-parser-plugin")
+_WITHOUT += ("--tool-server", "--allowed-methods", "--allowed-headers", "--allow-credentials", "--grpc")
 REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(_WITHOUT, "has no counterpart here"),
     "--chat-template": "is read from the model's folder: put chat_template.jinja there",
     "--tokenizer": "is always that of the model",
     "--download-dir": "is the hub's cache: set HF_HUB_CACHE",
@@ -127,18 +129,9 @@ REFUSED: Mapping[str, str] = {
     "--root-path": "is not supported: rewrite paths in the proxy",
     "--ssl-keyfile": "is not supported: put a proxy with TLS in front",
     "--ssl-certfile": "is not supported: put a proxy with TLS in front",
-    "--middleware": _NO_COUNTERPART,
-    "--response-role": _NO_COUNTERPART,
     "--default-chat-template-kwargs": "has no counterpart here: send chat_template_kwargs with the call",
     "--enable-force-include-usage": "has no counterpart here: send stream_options with the call",
-    "--return-tokens-as-token-ids": _NO_COUNTERPART,
-    "--tool-parser-plugin": _NO_COUNTERPART,
-    "--tool-server": _NO_COUNTERPART,
-    "--allowed-methods": _NO_COUNTERPART,
-    "--allowed-headers": _NO_COUNTERPART,
-    "--allow-credentials": _NO_COUNTERPART,
     "--headless": "has no counterpart here: join a Ray cluster by cluster.ray_address",
-    "--grpc": _NO_COUNTERPART,
     "--otlp-traces-endpoint": "is gRPC's; name one for HTTP by `--set observability.otlp_endpoint=http://HOST:4318`",
 }
 NUM_VALUES: Mapping[str, int | None] = {

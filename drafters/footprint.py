@@ -7,7 +7,7 @@ from the embedding even if they are one in the file, and as shipped the bytes of
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from cluster.config import (
     parts_of,
 )
 from cluster.errors import ModelUnavailable
+from drafters.shipped import find_drafter, find_table
 from engine.dtypes import AS_SHIPPED, choose_dtype, held_dtype
 from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
 from engine.models.manifest import shipped_tensors
+from engine.models.prepare import resolve_model, shipped_file
 from engine.partition import SHARES
 from router.papers.faser_exit import DEPTHS, VOCABULARY_LEN
 
@@ -52,6 +54,7 @@ LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
 VLLM_LORA_RANK = 16  # unless max_lora_rank is set
 _EMBEDDING_PLACES = 3  # of tokens, which vLLM counts twice, and of logits
 DTYPE_BYTES: dict[str, int] = {"int8": 1, "as-shipped": 4, "bfloat16": 2, "float16": 2, "float32": 4}  # of activations
+_WHILE_LOADING = ("fp8", "int8_per", "mxfp8", "nvfp4_per")  # beginnings of vLLM's methods for weights in floating point
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # as safetensors names them
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -76,13 +79,18 @@ class Footprint:
 
 
 def footprint(
-    config: DrafterConfig, device: str, max_model_len: int, proposers: Sequence[DrafterConfig] = (), target: str = "auto"
+    config: DrafterConfig,
+    device: str,
+    max_model_len: int,
+    proposers: Sequence[DrafterConfig] = (),
+    target: str = "auto",
+    most_tokens: float = inf,
 ) -> Footprint:
     """Of one replica in its own process on ``device``, cpu or cuda, with its proposers. ``target`` is the served model, for
-    drafters that share its rows. Raises ModelUnavailable."""
+    drafters that share its rows; ``most_tokens``: of all requests that run at once. Raises ModelUnavailable."""
     on_gpu = device == "cuda"
     # In spare time it also follows up to four times as many requests that others draft for.
-    num_tokens = 5 * config.capacity * max_model_len
+    num_tokens = int(min(5 * config.capacity * max_model_len, most_tokens))
     total = Footprint(process_bytes=CUDA_BYTES if on_gpu else PROCESS_BYTES + (TORCH_BYTES if config.has_model else 0))
     total = sum((_of(one.options, on_gpu, num_tokens, target) for one in (config, *proposers)), total)
     return replace(total, request_bytes=0) if on_gpu else total
@@ -91,14 +99,12 @@ def footprint(
 def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Footprint]:
     """Of the first rank of a target, the largest, and of the drafters in its process. With the cache count the hidden states
     that these read, a row per token. Raises ModelUnavailable."""
-    from engine.models.prepare import resolve_model
-
     target, on_gpu = config.target, config.target.device == "cuda"
     folder = resolve_model(config.model.name, target.engine)
     longest = max_model_len(config, facts)
     dtype = choose_dtype(target.dtype, "cuda" if on_gpu else "cpu", engine=target.engine)
     if target.engine == "vllm":
-        whole = vllm_weights(folder, DTYPE_BYTES[dtype])
+        whole = vllm_weights(folder, DTYPE_BYTES[dtype], str(target.vllm.get("quantization")))
     else:
         options = ModelOptions(model=config.model.name).model_copy(update={"dtype": dtype})
         whole = Footprint(*_weights(options, on_gpu, config.model.name))
@@ -109,7 +115,7 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
     in_memory = PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0)
     own = Footprint(
         whole.stored_bytes,
-        int(whole.weight_bytes * facts.weight_share)
+        max(0, int(whole.weight_bytes * facts.weight_share - on_gpu * target.vllm.get("cpu_offload_gb", 0) * 2**30))
         + adapter_bytes(config, folder, DTYPE_BYTES[dtype])
         + exit_bytes(config, folder, dtype),
         target.kv_cache_bytes + hidden_state_bytes(config, facts) * num_tokens,
@@ -155,7 +161,6 @@ def round_bytes(config: Config, folder: Path) -> int:
     from drafters.hidden_states.config import EagleConfig
     from drafters.hidden_states.device_round import padded_steps
     from drafters.hidden_states.formats import num_layers_of, read_config
-    from drafters.shipped import find_drafter
     from engine.cuda.graphs import PADDED_ROWS
     from engine.kv_cache import BLOCK_LEN
 
@@ -179,7 +184,6 @@ def round_bytes(config: Config, folder: Path) -> int:
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:
     """Of a token of the KV cache, for drafters that read them."""
     from drafters.registry import feature_layers
-    from engine.models.prepare import resolve_model
 
     on_gpu = config.target.device == "cuda"
     dtype = choose_dtype(config.target.dtype, "cuda" if on_gpu else "cpu", engine=config.target.engine)
@@ -190,16 +194,15 @@ def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:
 
 def target_footprint(config: Config) -> Footprint:
     """Of the first rank of a target with the drafters in its process. Raises ModelUnavailable."""
-    from engine.models.prepare import resolve_model
-
     facts = read_facts(config, resolve_model(config.model.name, config.target.engine))
     own, drafters = target_footprints(config, facts)
     return own + drafters
 
 
-def vllm_weights(folder: Path, element: int) -> Footprint:
-    """Floating-point weights in ``element`` bytes, quantised ones as they are stored. Other formats than safetensors count
-    as their files do."""
+def vllm_weights(folder: Path, element: int, quantization: str = "") -> Footprint:
+    """Floating-point weights in ``element`` bytes, quantised ones as they are stored, and those that vLLM quantises while it
+    loads in one byte at most. Other formats than safetensors count as their files do."""
+    loaded = 1 if quantization.startswith(_WHILE_LOADING) else element
     files = [file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")]  # the same again
     if not files:
         files = [file for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in folder.glob(kind)]
@@ -208,13 +211,14 @@ def vllm_weights(folder: Path, element: int) -> Footprint:
         if file.suffix != ".safetensors":
             held += file.stat().st_size
             continue
-        for kind, num_bytes in _stored_tensors(file):
-            held += num_bytes * element // _FLOAT_BYTES[kind] if kind in _FLOAT_BYTES else num_bytes
+        for name, kind, num_bytes in _stored_tensors(file):
+            each = element if "embed" in name or "lm_head" in name else loaded
+            held += num_bytes * each // _FLOAT_BYTES.get(kind, each)
     return Footprint(stored, held)
 
 
-def _stored_tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each tensor by the header of a safetensors file. Raises ModelUnavailable."""
+def _stored_tensors(path: Path) -> Iterator[tuple[str, str, int]]:
+    """(name, dtype, bytes) of each tensor by the header of a safetensors file. Raises ModelUnavailable."""
     try:
         with safe_open(path, framework="np"), path.open("rb") as file:  # the first checks the header
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -223,7 +227,7 @@ def _stored_tensors(path: Path) -> Iterator[tuple[str, int]]:
     for name, tensor in header.items():
         if name != "__metadata__":
             start, stop = tensor["data_offsets"]
-            yield tensor["dtype"], stop - start
+            yield name, tensor["dtype"], stop - start
 
 
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:
@@ -249,8 +253,6 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
 
 
 def _table_bytes(name_or_path: str) -> int:
-    from drafters.shipped import find_table
-
     path = find_table(name_or_path)
     try:
         return path.stat().st_size
@@ -260,9 +262,6 @@ def _table_bytes(name_or_path: str) -> int:
 
 def _weights(options: ModelOptions | LayersOptions | HiddenStateOptions, on_gpu: bool, target: str) -> tuple[int, int]:
     """(bytes stored, bytes held)"""
-    from drafters.shipped import find_drafter
-    from engine.models.prepare import resolve_model, shipped_file
-
     folder = resolve_model(options.model) if isinstance(options, ModelOptions) else find_drafter(options.path)
     shapes, element = _shapes(folder), _element(options.dtype, on_gpu, allows_int8=not isinstance(options, ModelOptions))
     shipped = {name: num_bytes for name, (_, num_bytes) in shipped_tensors(folder).items()}

@@ -26,17 +26,13 @@ OURS = {
     "max_num_seqs": "target.max_num_sequences",
     "max_num_batched_tokens": "target.max_pass_tokens",
     "data_parallel_size": "target.replicas",
-    "speculative_config": "drafters",
-    "spec_method": "drafters",
-    "spec_model": "drafters",
-    "spec_tokens": "drafters",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "drafters"),
     "reasoning_parser": "api.reasoning_parser",
     "otlp_traces_endpoint": "observability.otlp_endpoint",
 }
 # argument: why it cannot be set
 OWNED = {
-    "scheduler_cls": "the round schedules",
-    "scheduling_policy": "the round schedules",
+    **dict.fromkeys(("scheduler_cls", "scheduling_policy"), "the round schedules"),
     "worker_cls": "the worker samples by Outrider's rule",
     "distributed_executor_backend": "ranks are child processes of the target's",
     "async_scheduling": "the round waits for each pass",
@@ -48,8 +44,7 @@ OWNED = {
     "logits_processors": "the sampler is Outrider's",
     "override_generation_config": "the API has the sampling defaults",
     "pipeline_parallel_size": "one pass runs at a time, so stages would wait for each other",
-    "runner": "only text generation is served",
-    "convert": "only text generation is served",
+    **dict.fromkeys(("runner", "convert"), "only text generation is served"),
 }
 _REFUSED = {**{name: f"set {field} instead" for name, field in OURS.items()}, **OWNED}
 

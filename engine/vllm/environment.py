@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from os import environ
 from pathlib import Path
 from runpy import run_path
 
@@ -107,15 +106,15 @@ def binding_of(cores: Mapping[int, int], num_ranks: int, num_threads: int) -> st
 def threads_of_ranks(binding: str, num_threads: int) -> Iterator[None]:
     """The environment in which ranks on CPUs are started. A binding of the user's is kept."""
     wanted = {"OMP_NUM_THREADS": str(num_threads)}
-    if environ.get(BINDING, "auto") == "auto":  # vLLM's own asks for a NUMA node for each rank
+    if os.environ.get(BINDING, "auto") == "auto":  # vLLM's own asks for a NUMA node for each rank
         wanted[BINDING] = binding
-    before = {name: environ.get(name) for name in wanted}
-    environ.update(wanted)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                del environ[name]
+                del os.environ[name]
             else:
-                environ[name] = value
+                os.environ[name] = value

@@ -10,8 +10,6 @@ from tests.support.streaming import another_takes_over, answers, run, undrafted
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
-
-
 Texts = Mapping[int, str]
 
 

@@ -1,7 +1,6 @@
 """What every target promises, the native one and vLLM alike: the same tokens, whatever is drafted, held or preempted.
 
-vLLM's part runs in vLLM's environment: `make test-vllm`.
-"""
+vLLM's part runs in vLLM's environment: `make test-vllm`."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -52,8 +52,6 @@ class End:
 
 
 Pair = tuple[Any, End]
-
-
 KINDS = ("gloo", "shared")
 
 

@@ -2,8 +2,7 @@
 package, and what its own forward computes. Run in the environment of ``make test-drafters``.
 
 Each folder of OUT gets ``expected.safetensors``: token ids and features of a sequence, anchors, and the logits of the drafts
-at each, over the drafter's vocabulary.
-"""
+at each, over the drafter's vocabulary."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """What a first hour on a GPU should check, in one command: `make test-gpu`, or `python -m tests.gpu` in a checkout.
 
-Needs torch, Triton, transformers, numpy, scipy, grpcio, protobuf and pydantic, no network. `--device cpu`: without a GPU.
-"""
+Needs torch, Triton, transformers, numpy, scipy, grpcio, protobuf and pydantic, no network. `--device cpu`: without a GPU."""
 
 import argparse
 import faulthandler

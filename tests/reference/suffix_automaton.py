@@ -6,8 +6,7 @@ suffix of them that also ends elsewhere.
 
     state      0 is the root, the empty string. Texts with different roots have no state in common
     len        of its longest substring; that of its link is one less than the length of its shortest
-    count      places where its substrings end
-"""
+    count      places where its substrings end"""
 
 from array import array
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,6 @@
 """Coding agents of other projects as child processes, which know no other server than ours: Codex CLI, opencode and aider.
 
-``make test-clients`` installs them. Each has a home folder of its own; telemetry and looking for updates are off.
-"""
+``make test-clients`` installs them. Each has a home folder of its own; telemetry and looking for updates are off."""
 
 import json
 import os

@@ -16,8 +16,7 @@ class DeviceTransfers(TorchDispatchMode):
     counts, since reading it waits. Scalars may be anywhere.
 
     ``num_operations``: of torch; ``num_on_device``: those with a tensor there. ``copies``: for each host-to-device copy,
-    whether it is "queued" or "waited" for.
-    """
+    whether it is "queued" or "waited" for."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

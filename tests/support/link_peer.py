@@ -1,8 +1,7 @@
 """The peer process of a link: ``python -m tests.support.link_peer listen|connect|exit ADDRESS``.
 
 Prints its address (or "up") to stdout, then echoes every message until it is killed or stdin ends. With ``exit`` it
-connects, and its main thread ends after the first message, while the link is up.
-"""
+connects, and its main thread ends after the first message, while the link is up."""
 
 import sys
 import threading

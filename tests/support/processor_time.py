@@ -1,8 +1,7 @@
 """Plugin of pytest that tells a run's processor time, which other programs on the machine change little, and who took it.
 
 ``make test-fast`` loads it. All threads of the test processes count, and the children that they have waited for. It fails no
-run: processors differ by a factor of three.
-"""
+run: processors differ by a factor of three."""
 
 import resource
 import time

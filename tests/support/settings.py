@@ -32,8 +32,7 @@ API_KEY = "sk-of-a-test"
 def small_config(model: str, state_folder: Path) -> Config:
     """The default deployment in fp32, where tokens do not depend on batch shape; all requests use ``ngram``.
 
-    Health checks wait 10 s, so that a slow machine is not mistaken for a hang; a killed process is replaced at once.
-    """
+    Health checks wait 10 s, so that a slow machine is not mistaken for a hang; a killed process is replaced at once."""
     return Config(
         model=ModelConfig(name=model),
         target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.25),

@@ -1,7 +1,6 @@
 """A whole cluster stepped by one thread on a virtual clock: target round, drafter loops, router, a gateway, and faults.
 
-Everything random comes from one seed, so a failing seed replays: ``run(seed)``.
-"""
+Everything random comes from one seed, so a failing seed replays: ``run(seed)``."""
 
 import random
 from collections.abc import Callable, Iterable

@@ -1,8 +1,7 @@
 """An in-memory network on a virtual clock that delays, reorders, drops, duplicates and cuts, from one seed.
 
 Rounds, links and the ledger take time and messages as data, so one thread can step a whole cluster: equal seeds and
-calls give equal runs, and a failing seed can be replayed.
-"""
+calls give equal runs, and a failing seed can be replayed."""
 
 import heapq
 import itertools
@@ -21,8 +20,7 @@ from cluster.transport.memory import LocalNetwork, MemoryLink
 class Faults:
     """Probabilities are per message. Delays are uniform between the bounds, so links overtake each other.
 
-    Real links do not drop, duplicate or reorder while they are up; the protocol above must tolerate it anyway.
-    """
+    Real links do not drop, duplicate or reorder while they are up; the protocol above must tolerate it anyway."""
 
     min_delay_s: float = 0.0
     max_delay_s: float = 0.0
@@ -51,8 +49,7 @@ class MemoryNetwork(LocalNetwork):
     """Delivers what is due when ``deliver_until`` moves the clock. Not thread-safe.
 
     ``faults`` may be replaced at any time, for instance to heal the network at the end of a run. Connecting takes no
-    time.
-    """
+    time."""
 
     def __init__(self, rng: random.Random, faults: Faults | None = None, now_s: float = 0.0) -> None:
         super().__init__()

@@ -14,8 +14,6 @@ from cluster.types import ModelInfo
 from router.scaling.configured import CostTables
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
-
-
 FAST = SupervisionConfig(health_timeout_ms=50, start_timeout_s=0.5, quarantine_restarts=3)
 
 

@@ -22,8 +22,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% 
 def write_tiny_model(folder: Path, *, seed: int = 0, num_layers: int = 2, **overrides: Any) -> Path:
     """A Llama with random weights and a byte-level tokenizer of 257 tokens, the last of which ends a sequence.
 
-    Weights are drawn large enough that greedy answers differ between prompts. ``overrides`` go into ``config.json``.
-    """
+    Weights are drawn large enough that greedy answers differ between prompts. ``overrides`` go into ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = write_tokenizer(folder)
     config = {

@@ -1,8 +1,7 @@
 """A target and drafters small enough for thousands of simulated runs, with a real ledger and real noise.
 
 The toy target's logits depend on the last three tokens before a position, read back from its own paged cache: a ledger
-or a rollback that errs changes the output.
-"""
+or a rollback that errs changes the output."""
 
 import functools
 import hashlib

@@ -2,8 +2,7 @@
 
 Triton asks its driver for the target of a launch. The one here names an architecture and has no device, so
 ``kernel.warmup`` specialises the arguments as a launch would, compiles to PTX and cubin, and stops there. Triton is imported
-in a worker process alone: in this one it may be set to interpret.
-"""
+in a worker process alone: in this one it may be set to interpret."""
 
 import os
 from collections.abc import Mapping

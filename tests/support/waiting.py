@@ -32,8 +32,7 @@ def no_more_threads() -> Iterator[None]:
 def gauge(http: httpx.Client, name: str, member: str | None = None) -> float:
     """A figure of /metrics, summed over its members or of one. It may be a second old.
 
-    While the cluster does not answer the API its figures are absent, and are asked for again.
-    """
+    While the cluster does not answer the API its figures are absent, and are asked for again."""
     samples: list[Sample] = []
 
     def answers() -> bool:

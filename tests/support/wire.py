@@ -60,8 +60,7 @@ def exchange(url: str, *segments: bytes) -> Answer:
 
     On a busy machine 2 of 3,600 malformed requests got no response, probably because of a TCP reset: a server that
     refuses a request closes with unread bytes, and the reset may overtake the response. Such a request is sent again, at
-    most NUM_RESENT times, since megabytes of unread bytes make it likelier.
-    """
+    most NUM_RESENT times, since megabytes of unread bytes make it likelier."""
     for _ in range(NUM_RESENT):
         try:
             return _exchange(url, *segments)

@@ -12,8 +12,6 @@ from router.drafting.value import saved_s
 from tests.support.quick import first
 
 COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))
-
-
 PLAIN_S = 0.02  # of a plain pass
 MOST_MISSED = 50  # tokens of a request
 

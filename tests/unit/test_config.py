@@ -352,6 +352,7 @@ drafters:
     assert [d.device for d in config.drafters] == ["cuda", "cpu"]
     assert resolve(parsed(text.replace("replicas: 4", "replicas: 5")), nodes).target.device == "cpu"
     assert resolve(parsed(text.replace("replicas: 4", "engine: vllm, replicas: 4")), nodes).target.device == "cuda"
+    assert resolve(parsed(text.replace("replicas: 4", "engine: vllm, replicas: 5")), nodes).target.device == "cuda"
     without = resolve(parsed(text), nodes, uses_gpus=False)
     assert [one.device for one in (without.target, *without.drafters)] == ["cpu"] * 3, "torch is built for CPUs"
 

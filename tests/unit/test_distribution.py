@@ -1,8 +1,7 @@
 """Whatever is drafted, sequences have the target's joint distribution; and this test would see if they had not.
 
 A toy target gives logits by the last two tokens, so the probability of every sequence is known. Thousands of requests that
-differ by their seed alone run as one batch through the sampler and the rule of acceptance.
-"""
+differ by their seed alone run as one batch through the sampler and the rule of acceptance."""
 
 from collections.abc import Callable
 

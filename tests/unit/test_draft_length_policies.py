@@ -303,8 +303,7 @@ def test_faser_bounds_the_cost_of_a_length_by_a_gaussian_process() -> None:
     """Equation 3 at length 2 and another batch, by the inverse of a matrix of two rows, and of one for the second request.
 
     J of 10, 10 and 40 ms are -0.7071 (twice) and 1.4142 standard deviations; of one round alone 0. Kernel: exp(-1/2) between
-    lengths 1 and 3, exp(-1/8) from both to 2, times exp(-1/2) for a doubling of the batch.
-    """
+    lengths 1 and 3, exp(-1/8) from both to 2, times exp(-1/2) for a doubling of the batch."""
     far, near = exp(-1 / 2), exp(-1 / 8 - 1 / 2)
     determinant = 1.5 * 2.0 - far**2
     mean = near * ((2.0 - far) * -sqrt(0.5) + (1.5 - far) * sqrt(2.0)) / determinant

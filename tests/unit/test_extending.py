@@ -1,7 +1,6 @@
 """The examples of docs/extending.md, executed: two policies and a drafter by their registries, and a draft-length rule.
 
-All of them serve requests here, with the router's slot and the real round, and the tokens stay the target's.
-"""
+All of them serve requests here, with the router's slot and the real round, and the tokens stay the target's."""
 
 import re
 from pathlib import Path

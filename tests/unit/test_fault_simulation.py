@@ -1,7 +1,6 @@
 """Thousands of seeded runs of the whole data plane under delays, loss, duplication, reordering, cuts, crashes and hangs.
 
-Each ends with the plain run's tokens and intact state. To replay one: ``OUTRIDER_SIM_SEED=1234 pytest -k replay``.
-"""
+Each ends with the plain run's tokens and intact state. To replay one: ``OUTRIDER_SIM_SEED=1234 pytest -k replay``."""
 
 import os
 import random

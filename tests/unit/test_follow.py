@@ -4,8 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
@@ -115,6 +117,17 @@ async def test_a_supervisor_is_killed_only_by_the_replica_on_duty(monkeypatch: p
         task.cancel()
     assert killers == ["first", "second", "second"]
     assert [watch.noted(STATUS).num_supervisor_kills for watch in watches.values()] == [1, 2]
+
+
+def test_the_model_is_asked_about_as_its_device_computes_it() -> None:
+    """`auto` may be another dtype on a GPU."""
+    on_gpu = Config().changed(target={"device": "cuda"})
+    given: dict[str, Any] = {"read_facts": (read := mock.Mock()), "resolve_dtypes": lambda _: on_gpu}
+    names = "ray read_inventory with_cores sampling_defaults resolve with_gpu_memory sized place make_groups as_made"
+    given |= dict.fromkeys([*names.split(), "memory_budget", "cached_tokens", "Deployment"], mock.DEFAULT)
+    with mock.patch.multiple(deployment, **given):
+        DeployedCluster(Config(), Path(), owns_ray=True).reserve(Config(), Path())
+    assert [call.args[0] for call in read.call_args_list] == [Config(), on_gpu]
 
 
 # ---- what a new owner does with a deployment that runs: a replica of the deployment ``cluster``, or `outrider serve`

@@ -83,8 +83,7 @@ def test_costs_of_another_partition_replace_those_before() -> None:
 class Recorder:
     """A device whose lanes are threads: what one of them launches is ordered after another's by events alone.
 
-    ``unordered``: accesses to a slot of the hidden states that nothing orders after an earlier write, or read, of it.
-    """
+    ``unordered``: accesses to a slot of the hidden states that nothing orders after an earlier write, or read, of it."""
 
     def __init__(self) -> None:
         self.unordered: list[str] = []

@@ -1,7 +1,9 @@
 """Whether a deployment fits is known before anything is started."""
 
+import math
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import save_file
@@ -17,7 +19,7 @@ from cluster.config import (
     TargetConfig,
 )
 from deploy.local_ray import LaunchError
-from deploy.memory import BASE_BYTES, check_memory, sized
+from deploy.memory import BASE_BYTES, cached_tokens, check_memory, sized
 from drafters import footprint
 from drafters.footprint import CUDA_BYTES, VLLM_BYTES, target_footprint, target_footprints
 from drafters.registry import feature_layers
@@ -89,6 +91,13 @@ def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.Monkey
     check_memory(config_of(tiny_model_folder, kv_cache_gb=4))
     free(monkeypatch, 0)
     check_memory(config_of(tiny_model_folder, device="cuda"))
+    with (
+        mock.patch("deploy.memory.torch_has_cuda", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=1),
+    ):
+        check_memory(config_of(tiny_model_folder, device="auto"))
+        with pytest.raises(LaunchError, match="needs about"):
+            check_memory(config_of(tiny_model_folder, device="auto", replicas=2))
 
 
 def on_gpu(folder: Path, *drafters: DrafterConfig, **target: object) -> Config:
@@ -141,6 +150,8 @@ def test_vllm_gets_the_share_that_its_own_profile_may_take(tmp_path: Path, tiny_
         sized(on_gpu(tiny_model_folder, *drafters, engine="vllm"), facts, 8 * GB).target for drafters in ((), (drafter,))
     )
     assert (plain.kv_cache_gb, drafted.kv_cache_gb) == ("auto", "auto")
+    assert cached_tokens(on_gpu(tiny_model_folder, replicas=3), facts, GB) == 3 * GB / facts.kv_bytes_per_token
+    assert cached_tokens(on_gpu(tiny_model_folder), facts, None) == math.inf
     assert plain.gpu_memory_utilization == pytest.approx(0.9)
     hidden_states = (
         0.9 * len(feature_layers([drafter], tiny_model_folder)) * 32 * 2 / (128 + 128)
@@ -187,13 +198,21 @@ def test_quantised_weights_on_vllm_count_as_they_are_stored(tmp_path: Path) -> N
         "a.weight": torch.zeros(64, 32, dtype=torch.int8),
         "a.weight_scale": torch.zeros(64, 1, dtype=torch.bfloat16),
         "b.weight": torch.zeros(10, 10, dtype=torch.float32),
+        "embed.weight": torch.zeros(10, 5, dtype=torch.float32),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert footprint.vllm_weights(tmp_path, 4).weight_bytes == 64 * 32 + 64 * 4 + 100 * 4
-    assert footprint.vllm_weights(tmp_path, 2).weight_bytes == 64 * 32 + 64 * 2 + 100 * 2
+    assert footprint.vllm_weights(tmp_path, 4).weight_bytes == 64 * 32 + 64 * 4 + 150 * 4
+    assert footprint.vllm_weights(tmp_path, 2, "awq").weight_bytes == 64 * 32 + 64 * 2 + 150 * 2
+    assert footprint.vllm_weights(tmp_path, 2, "fp8_per_block").weight_bytes == 64 * 32 + 64 + 100 + 50 * 2
     (tmp_path / "model.gguf").write_bytes(b"x" * 1000)
     (tmp_path / "model.safetensors").unlink()
     assert footprint.vllm_weights(tmp_path, 2).weight_bytes == 1000
+
+
+def test_weights_that_vllm_keeps_beside_the_gpu_leave_their_room(tiny_model_folder: Path) -> None:
+    configs = (on_gpu(tiny_model_folder, engine="vllm", vllm=vllm) for vllm in ({}, {"cpu_offload_gb": 3e-5}))
+    own, less = (target_footprints(one, facts_of(tiny_model_folder))[0] for one in configs)
+    assert own.weight_bytes - less.weight_bytes == pytest.approx(3e-5 * GB, abs=1)
 
 
 def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -122,8 +122,7 @@ def live(
 ) -> Counter[str]:
     """Runs slots on a pool in which request kind k ("k-...") commits goodput[k][drafter] tokens a round, noisily.
 
-    Returns how often requests sat where they do best, over the last half of the slots.
-    """
+    Returns how often requests sat where they do best, over the last half of the slots."""
     random = Random(seed)
     requests = [view(f"{kind}-{i}") for i in range(20) for kind in goodput]
     hits: Counter[str] = Counter()

@@ -29,11 +29,7 @@ from router.estimates.drift import DriftDetector
 from router.papers.not_a_bandit import Hedge
 
 EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))
-
-
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
-
-
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 

@@ -2,8 +2,7 @@
 
 A drafter proposes x1 from (0.5, 0.5) for a target of (0.7, 0.3), which accepts it with probability 0.8. The confidence of
 the token after it depends on x1: 0.9 after A, 0 after B. By the paper's costs no draft pays alone and two pay together, so a
-scheduler that searches on verifies x1 only if it is A, and the first token of the output is A with probability 0.85.
-"""
+scheduler that searches on verifies x1 only if it is A, and the first token of the output is A with probability 0.85."""
 
 from collections.abc import Sequence
 

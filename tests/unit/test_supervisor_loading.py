@@ -34,8 +34,6 @@ def spawner() -> PretendedSpawner:
 
 
 SMALL, LARGE = (DrafterConfig(name=name, options=ModelOptions(model="/nowhere"), load="lazy") for name in ("small", "large"))
-
-
 EAGER = DrafterConfig(name="eager", options=NgramOptions())
 
 
@@ -210,6 +208,15 @@ def test_a_drafter_that_fits_nowhere_ends_the_start_with_figures(tiny_model_fold
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), drafters=(drafter,), memory=memory)
     with pytest.raises(InvalidField, match=r"takes \d\.\d\d GB, more than the 0\.10 GB for drafters on n/cpu.*got 'a'"):
         budget_of(config, Node("n", 4))
+
+
+def test_requests_that_no_kv_cache_holds_take_no_memory_of_drafters() -> None:
+    model, inventory = ModelConfig(max_model_len=131_072), Inventory((Node("n", 4),))
+    drafter = DrafterConfig(name="a", options=NgramOptions())
+    config = resolve(Config(model=model, drafters=(drafter,), memory=MemoryConfig(cpu_gb=1)), inventory)
+    with pytest.raises(InvalidField, match="takes 19"):
+        memory_budget(config, place(config, inventory), inventory)
+    assert memory_budget(config, place(config, inventory), inventory, 100_000).tenants[0].num_bytes < 0.2 * GB
 
 
 def test_a_drafter_whose_files_are_elsewhere_counts_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """The target's loop under proposals of any length: no round raises, and tokens are as decoded plainly.
 
 Drafters send up to 300 tokens, right and wrong, in time and late; grammars of every kind force long texts; outputs are
-predicted, rightly or not; requests are aborted amid. Policies, engine options and traffic are drawn by seed.
-"""
+predicted, rightly or not; requests are aborted amid. Policies, engine options and traffic are drawn by seed."""
 
 import json
 import random

@@ -1,8 +1,7 @@
 """Bytes of any peer: the codec raises WireError or nothing, and the checks pass or name what is wrong with what it decodes.
 
 Seeds are sound messages of every kind that together set every field of wire.proto. They are damaged as bytes (flips, cuts,
-repeats, lengths of a varint's range, parts of other messages) and as values (every field at its extremes).
-"""
+repeats, lengths of a varint's range, parts of other messages) and as values (every field at its extremes)."""
 
 import math
 from collections.abc import Iterator

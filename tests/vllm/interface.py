@@ -3,8 +3,7 @@
     python -m tests.vllm.interface WHEEL FOLDER    # in an environment with a supported release; unpacks the wheel
 
 Imports must be found. Of the classes that `engine/vllm` imports, and of USED, each member that the supported release has and
-that `engine/vllm` names or overrides must be there, and take the parameters that it took.
-"""
+that `engine/vllm` names or overrides must be there, and take the parameters that it took."""
 
 import ast
 import sys
