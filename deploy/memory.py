@@ -68,7 +68,8 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
     num_tokens = left // (token_bytes + hidden) if is_auto else target.kv_cache_bytes // token_bytes
     least = num_tokens
     if is_auto:
-        least = 1 if config.model.max_model_len == "auto" else max_model_len(config, facts)
+        # vLLM itself refuses a length that does not fit: it knows which layers keep a window alone.
+        least = 1 if config.model.max_model_len == "auto" or target.engine == "vllm" else max_model_len(config, facts)
     if left < least * (token_bytes + hidden):
         parts = {
             _weights(config): own.weight_bytes,

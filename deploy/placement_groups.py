@@ -1,6 +1,7 @@
 """Ray's nodes and placement groups, as the inventory and the plan of `cluster.placement`."""
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,10 @@ def _count_cores() -> int:
 
 @ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
 def _gpu_bytes() -> int | None:
-    """Bytes of the smallest GPU of this node; None if it is unknown."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Bytes of the smallest GPU of this node that Ray may give to processes; None if it is unknown."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of Ray on this node
+    chosen = ["-i", visible] if visible and not visible.startswith("MIG") else []
+    command = ["nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.config import (
-    Config,
-    DrafterConfig,
-    Resources,
-    Section,
-    SuffixOptions,
-    TlsConfig,
-    TransportConfig,
-)
+from cluster.config import Config, DrafterConfig, Resources, Section, SuffixOptions, TlsConfig, TransportConfig
 from cluster.errors import InvalidField
 from cluster.model_name import GGUF
 from cluster.placement import PlacementError, place

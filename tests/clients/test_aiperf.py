@@ -1,7 +1,6 @@
 """NVIDIA's load client aiperf over a running server: it must read how drafting went from our answers, unmodified.
 
-See test_langchain.py for what this needs; aiperf is looked for in the environment that runs the tests.
-"""
+See test_langchain.py for what this needs; aiperf is looked for in the environment that runs the tests."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """Anthropic's package over a running server.
 
-See test_langchain.py for what this needs.
-"""
+See test_langchain.py for what this needs."""
 
 import os
 from collections.abc import Iterator

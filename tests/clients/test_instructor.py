@@ -1,7 +1,6 @@
 """instructor over a running server: a pydantic model is answered at the first try, whole and in parts.
 
-See test_langchain.py for what this needs.
-"""
+See test_langchain.py for what this needs."""
 
 import os
 from typing import Any

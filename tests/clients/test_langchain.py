@@ -2,8 +2,7 @@
 
 It needs packages of its own (langchain-tests, langchain-openai) and the address of a server, so it runs apart from the
 other tests: make test-clients, or over a server of one's own
-OUTRIDER_URL=http://127.0.0.1:8000 python -m pytest -c tests/clients/pytest.ini tests/clients
-"""
+OUTRIDER_URL=http://127.0.0.1:8000 python -m pytest -c tests/clients/pytest.ini tests/clients"""
 
 import json
 import os

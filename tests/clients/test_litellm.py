@@ -1,7 +1,6 @@
 """LiteLLM over a running server: the errors and fields on which its callers rely.
 
-See test_langchain.py for what this needs.
-"""
+See test_langchain.py for what this needs."""
 
 import os
 from typing import Any

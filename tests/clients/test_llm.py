@@ -1,7 +1,6 @@
 """Simon Willison's command ``llm`` over a running server: a stream, a conversation, a schema, a tool and an effort.
 
-See test_langchain.py for what this needs.
-"""
+See test_langchain.py for what this needs."""
 
 import json
 import os

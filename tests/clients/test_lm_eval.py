@@ -1,7 +1,6 @@
 """EleutherAI's lm-eval scores a small task over a running server as it does over transformers.
 
-See test_langchain.py for what this needs. The task is made here, and the model is read from a folder: nothing is fetched.
-"""
+See test_langchain.py for what this needs. The task is made here, and the model is read from a folder: nothing is fetched."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """npm's ``openai`` and ``ai`` over a running server: each script of this folder asserts for itself.
 
-See test_langchain.py for what this needs; besides, Node and the packages of package.json, next to this environment.
-"""
+See test_langchain.py for what this needs; besides, Node and the packages of package.json, next to this environment."""
 
 import os
 import shutil

@@ -1,8 +1,7 @@
 """OpenAI's Agents SDK over a running server: a run with a function tool, through chat completions and through responses.
 
 See test_langchain.py for what this needs. The small model cannot decide to call a tool: the first turn requires it, and the
-SDK leaves the choice to the model from then on.
-"""
+SDK leaves the choice to the model from then on."""
 
 import os
 from typing import Any

@@ -1,7 +1,6 @@
 """Pydantic AI over a running server: text, streams, and outputs of a pydantic model, by a tool call and by a format.
 
-See test_langchain.py for what this needs.
-"""
+See test_langchain.py for what this needs."""
 
 import os
 from typing import Any

@@ -2,8 +2,7 @@
 server error, or one that the document does not describe.
 
 See test_langchain.py for what this needs. The server is one of its own (tests/unit/test_api_fuzz.py), whose answers cost
-nothing. The cases are the same in each run, unless OUTRIDER_FUZZ_CASES says how many others to draw, of each operation.
-"""
+nothing. The cases are the same in each run, unless OUTRIDER_FUZZ_CASES says how many others to draw, of each operation."""
 
 import os
 from typing import Any

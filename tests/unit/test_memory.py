@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -149,6 +150,9 @@ def test_vllm_gets_the_share_that_its_own_profile_may_take(tmp_path: Path, tiny_
     plain, drafted = (
         sized(on_gpu(tiny_model_folder, *drafters, engine="vllm"), facts, 8 * GB).target for drafters in ((), (drafter,))
     )
+    longest = on_gpu(tiny_model_folder, engine="vllm").changed(model={"max_model_len": 512})
+    windowed = replace(facts, kv_bytes_per_token=GB // 10)  # an upper bound
+    assert sized(longest, windowed, 8 * GB).model.max_model_len == 512
     assert (plain.kv_cache_gb, drafted.kv_cache_gb) == ("auto", "auto")
     assert cached_tokens(on_gpu(tiny_model_folder, replicas=3), facts, GB) == 3 * GB / facts.kv_bytes_per_token
     assert cached_tokens(on_gpu(tiny_model_folder), facts, None) == math.inf

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from cluster.config import (
 from cluster.errors import InvalidField
 from cluster.placement import place
 from cluster.resolve import Inventory, Node, resolve
-from deploy.placement_groups import smallest_gpu
+from deploy.placement_groups import _gpu_bytes, smallest_gpu
 from drafters.footprint import CUDA_BYTES, footprint
 from router.residency import GB, Stay, Tenant
 from tests.support.supervision import FAST, PretendedSpawner, eventually
@@ -234,3 +235,7 @@ def test_a_gpu_holds_a_context_and_no_lists(tiny_model_folder: Path) -> None:
 def test_the_smallest_of_the_gpus_counts() -> None:
     assert smallest_gpu("81559\n40960\n[N/A]\n") == 40960 * 2**20
     assert smallest_gpu("") is None
+    with mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES="1"), mock.patch("subprocess.run") as run:
+        run.return_value.stdout = "24564\n"
+        assert _gpu_bytes._function() == 24564 * 2**20
+    assert run.call_args.args[0][:3] == ["nvidia-smi", "-i", "1"]
