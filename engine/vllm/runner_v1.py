@@ -31,6 +31,7 @@ class ExactRunner(ExactSampling, GPUModelRunner):
         super().__init__(*args, **kwargs)
         self._proposes = not isinstance(self.drafter, NoProposer)
         self._to_propose: tuple[Any, tuple[Any, ...]] | None = None  # arguments of vLLM's proposer after the last pass
+        self._num_accepted: dict[str, int] = {}  # as vLLM counts, by request that is left out of passes
 
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
         """Not yet: the base sets the layers up."""
@@ -80,9 +81,20 @@ class ExactRunner(ExactSampling, GPUModelRunner):
         chosen: list[list[int]] = drafts.tolist() if torch.is_tensor(drafts) else drafts
         return chosen
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """What a pass leaves out leaves vLLM's batch, which forgets how many of its rows were accepted last: layers with a
+        state continue from that row."""
         self._to_propose = None
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        batch, kept, scheduled = self.input_batch, self._num_accepted, scheduler_output.num_scheduled_tokens
+        self.num_accepted_tokens_event.synchronize()
+        for name in batch.req_id_to_index.keys() - scheduled.keys():
+            kept[name] = int(batch.num_accepted_tokens_cpu[batch.req_id_to_index[name]])
+        for name in (*scheduler_output.finished_req_ids, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+            kept.pop(name, None)
+        corrected = super()._update_states(scheduler_output)
+        for name in kept.keys() & scheduled.keys():
+            batch.num_accepted_tokens_cpu[batch.req_id_to_index[name]] = kept.pop(name)
+        return corrected
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         names = self.input_batch.req_ids[: self.input_batch.num_reqs]

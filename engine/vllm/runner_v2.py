@@ -21,7 +21,6 @@ class ExactRunner(ExactSampling, GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = None  # of n-grams, the method for which slots of draft tokens are reserved
-
         self._num_rows: NDArray[np.int32] | None = None  # that are sampled, of each request of the pass
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:

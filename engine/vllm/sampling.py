@@ -50,10 +50,8 @@ class PassResult:
 
 def full_attention_group(cache: KVCacheConfig) -> int | None:
     """The first group of layers that keep all positions of a sequence."""
-    for i, group in enumerate(cache.kv_cache_groups):
-        if all(isinstance(spec, FullAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)):
-            return i
-    return None
+    kept = [all(isinstance(s, FullAttentionSpec) for s in iter_layer_specs(g.kv_cache_spec)) for g in cache.kv_cache_groups]
+    return kept.index(True) if True in kept else None
 
 
 class ExactSampling:
@@ -71,6 +69,7 @@ class ExactSampling:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._feature_layers: tuple[int, ...] = tuple(self.vllm_config.additional_config[FEATURE_LAYERS])
+        self._eos_token_ids: tuple[int, ...] = tuple(self.vllm_config.additional_config[EOS_TOKEN_IDS])
         num_layers = self.model_config.get_total_num_hidden_layers()
         # vLLM's i means before layer i. The last layer's states are taken after the final norm, as vLLM returns them anyway.
         self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < num_layers)
@@ -83,10 +82,8 @@ class ExactSampling:
     @property
     def embedding(self) -> torch.Tensor:
         """[rows, hidden]: this rank's rows of the vocabulary."""
-        tables = (
-            m for m in self.model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
-        )
-        table = next(tables)
+        tables = (m for m in self.model.modules() if isinstance(m, VocabParallelEmbedding))
+        table = next(m for m in tables if not isinstance(m, ParallelLMHead))
         rows: torch.Tensor = table.weight.detach()[: table.shard_indices.num_org_elements]
         return rows
 
@@ -152,8 +149,7 @@ class ExactSampling:
             logits: the rows of all requests of the batch, of each as many as its drafts and one.
             is_sampled: false for a chunk of a prompt that is not its last.
         """
-        spans, rows, sampled = list[SampleSpan](), list[int](), list[int]()
-        row = 0
+        spans, rows, sampled, row = list[SampleSpan](), list[int](), list[int](), 0
         for i, (name, num) in enumerate(zip(names, num_drafts, strict=True)):
             if is_sampled[i]:
                 drafts = tuple(self._drafts[name][:num]) if num else ()
@@ -189,9 +185,4 @@ class ExactSampling:
     @cached_property
     def _sampler(self) -> Sampler:
         vocab_size = self.model_config.get_vocab_size()
-        kernel = make_gumbel_argmax(vocab_size, self.dtype, self.device)
-        return Sampler(vocab_size, self._eos_token_ids, kernel)
-
-    @cached_property
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        return tuple(self.vllm_config.additional_config[EOS_TOKEN_IDS])
+        return Sampler(vocab_size, self._eos_token_ids, make_gumbel_argmax(vocab_size, self.dtype, self.device))

@@ -45,9 +45,15 @@ class PlannedScheduler(Scheduler):
             self.running = [r for r in before if id(r) in hidden or id(r) in left] + admitted
         return output
 
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *cached: int) -> int:
+        """Less than a block: vLLM waits for a pass with room for one, but the next plan may give the prompt no more."""
+        planned, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, num_new_tokens
+        split: int = super()._mamba_block_aligned_split(request, num_new_tokens, *cached)
+        self.max_num_scheduled_tokens = planned
+        return split
+
     def _set_drafts(self) -> None:
         """Every planned request gets the drafts of its span, or none: those of an earlier plan would be stale."""
         decoding = [r.request_id for r in self.running if r.request_id in self.plan]
-        spans = [self.plan[request_id] for request_id in decoding]
-        drafts = [list(span.drafts) for span in spans]
+        drafts = [list(self.plan[request_id].drafts) for request_id in decoding]
         self.update_draft_token_ids(DraftTokenIds(decoding, drafts))

@@ -50,11 +50,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """vLLM's form of a request that is not added yet. ``num_tokens``: of its prompt."""
+    """vLLM's form of a request that is not added yet."""
 
     request: VllmRequest
     wave: int
-    num_tokens: int
 
 
 class VllmTarget:
@@ -143,7 +142,7 @@ class VllmTarget:
     def _prepared(self, request: Request, token_ids: Sequence[int]) -> _Waiting:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""
         known = self._waiting.get(request.id)
-        if known is not None and known.num_tokens == len(token_ids):
+        if known is not None and known.request.num_prompt_tokens == len(token_ids):
             return known
         asked = RequestSampling(request.sampling, len(request.prompt_token_ids))
         sampling = VllmSamplingParams(
@@ -167,7 +166,7 @@ class VllmTarget:
                 data_parallel_rank=None,
             )
         )
-        found = self._waiting[request.id] = _Waiting(prepared, wave, len(token_ids))
+        found = self._waiting[request.id] = _Waiting(prepared, wave)
         return found
 
     def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -175,16 +174,12 @@ class VllmTarget:
             return ()
         if self._has_failed:
             raise RuntimeError("vLLM's engine computes nothing after an error")
-        try:
-            with self._guarded():
-                if self._is_unasked:
-                    self._ask(0)  # else the proposer would never know the tokens of the last pass
-                self._execute(spans)
-                self._is_unasked = self._proposes
-                return spans
-        except BaseException:
-            self._has_failed = True
-            raise
+        with self._guarded():
+            if self._is_unasked:
+                self._ask(0)  # else the proposer would never know the tokens of the last pass
+            self._execute(spans)
+            self._is_unasked = self._proposes
+            return spans
 
     def _execute(self, spans: Sequence[Span]) -> None:
         scheduler, executor = self._scheduler, self._core.model_executor
@@ -226,12 +221,8 @@ class VllmTarget:
             raise RuntimeError("vLLM's own proposer is not called after an error")
         if not self._is_unasked:
             return {}
-        try:
-            with self._guarded():
-                return self._ask(num_tokens)
-        except BaseException:
-            self._has_failed = True
-            raise
+        with self._guarded():
+            return self._ask(num_tokens)
 
     def _ask(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
         """The drafts of the proposer, computed by all ranks. After an error on one rank none is asked again.
@@ -247,8 +238,14 @@ class VllmTarget:
             logger.error("vLLM's own proposer failed, and is not called again: %s", ", ".join(failed))
         return {} if failed else replies[0]
 
-    def _guarded(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else self._ranks.guarded()
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            with nullcontext() if self._ranks is None else self._ranks.guarded():
+                yield
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def release(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -263,11 +260,8 @@ class VllmTarget:
     def _whole_capacity(self, config: VllmConfig) -> Capacity:
         """Of the idle engine, in blocks of one sequence: where groups of layers have blocks of their own, each stands for as
         many of vLLM's as the longest sequence takes for it. Raises InvalidField: it holds no such sequence."""
-        cache, block_len, max_len = (
-            self._scheduler.kv_cache_config,
-            self._scheduler.block_size,
-            config.model_config.max_model_len,
-        )
+        cache, block_len = self._scheduler.kv_cache_config, self._scheduler.block_size
+        max_len = config.model_config.max_model_len
         blocks_per_sequence = cache.num_blocks / get_max_concurrency_for_kv_cache_config(config, cache)
         num_blocks = int(min(self._num_idle_blocks, self._num_idle_blocks * -(-max_len // block_len) / blocks_per_sequence))
         if num_blocks * block_len < max_len:
@@ -339,9 +333,7 @@ class VllmTarget:
         self._core.shutdown()
 
     def _prompt_len(self, request_id: str) -> int:
-        asked = self._scheduler.requests[request_id].sampling_params.extra_args[EXTRA_ARG]
-        assert isinstance(asked, RequestSampling)
-        return asked.prompt_len
+        return int(self._scheduler.requests[request_id].sampling_params.extra_args[EXTRA_ARG].prompt_len)
 
     def _computed_len(self, request_id: str) -> int:
         request = self._scheduler.requests.get(request_id)
