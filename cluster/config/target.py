@@ -40,7 +40,7 @@ OWNED = {
     "skip_tokenizer_init": "the API's processes hold the tokenizer",
     "disable_log_stats": "Outrider has statistics of its own",
     "use_tqdm_on_load": "the log of a target has no terminal",
-    "max_num_scheduled_tokens": "the round plans each pass",
+    **dict.fromkeys(("max_num_scheduled_tokens", "enable_chunked_prefill"), "the round plans each pass"),
     "logits_processors": "the sampler is Outrider's",
     "override_generation_config": "the API has the sampling defaults",
     "pipeline_parallel_size": "one pass runs at a time, so stages would wait for each other",

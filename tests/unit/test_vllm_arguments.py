@@ -9,7 +9,6 @@ import pytest
 from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
 from engine.vllm import arguments, environment
-from engine.vllm import environment as version
 from engine.vllm.arguments import check_names
 from engine.vllm.environment import BINDING, NOT_BOUND, binding_of, threads_of_ranks
 from tests.support.vllm_engine import vllm_arguments
@@ -28,6 +27,7 @@ def test_unknown_arguments_are_refused_with_the_nearest_name(monkeypatch: pytest
     ("name", "words"),
     [
         ("scheduler_cls", "scheduler_cls cannot be set here: the round schedules"),
+        ("enable_chunked_prefill", "enable_chunked_prefill cannot be set here: the round plans each pass"),
         ("speculative_config", "speculative_config cannot be set here: set drafters instead"),
         ("tensor_parallel_size", "set target.tensor_parallel instead"),
         ("gpu_memory_utilization", "set target.gpu_memory_utilization instead"),
@@ -100,17 +100,17 @@ def test_the_engine_is_vllm_on_a_gpu_where_it_is_installed(
     missing = None if has_vllm else InvalidField("target.engine", "vllm", "is not installed")
     config = Config(target=TargetConfig.model_validate(target))
     with (
-        mock.patch.object(version, "torch_has_cuda", return_value=has_cuda),
-        mock.patch.object(version, "require_vllm", side_effect=missing),
+        mock.patch.object(environment, "torch_has_cuda", return_value=has_cuda),
+        mock.patch.object(environment, "require_vllm", side_effect=missing),
         mock.patch("torch.cuda.is_available", return_value=has_gpu),
     ):
-        assert version.chosen_engine(config).target.engine == expected
+        assert environment.chosen_engine(config).target.engine == expected
 
 
 def test_whether_torch_is_built_for_cuda_is_known_without_importing_it() -> None:
     import torch
 
-    assert version.torch_has_cuda() == (torch.version.cuda is not None)
+    assert environment.torch_has_cuda() == (torch.environment.cuda is not None)
 
 
 def test_further_arguments_are_passed_on() -> None:
