@@ -110,7 +110,7 @@ def test_the_engine_is_vllm_on_a_gpu_where_it_is_installed(
 def test_whether_torch_is_built_for_cuda_is_known_without_importing_it() -> None:
     import torch
 
-    assert environment.torch_has_cuda() == (torch.environment.cuda is not None)
+    assert environment.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_further_arguments_are_passed_on() -> None:
