@@ -111,6 +111,8 @@ def parse(words: Sequence[str]) -> CommandLine:
             flag = FLAGS[name]
             converted = [flag.convert(value) for value in values]
             line.put(flag.field, converted if flag.num_values is None else converted[0])
+            if (flag.field, *converted) == ("target.dtype", "float16"):
+                line.put("target.engine", "vllm")  # the native engine has no such weights
         elif name in NEEDLESS:
             line.notes.append(f"{name}: {NEEDLESS[name][1]}")
         elif name == "--config":

@@ -32,6 +32,10 @@ def _generation_config(text: str) -> Any:
     return {"auto": "model", "vllm": "none"}.get(text, text)
 
 
+def _dtype(text: str) -> Any:
+    return {"half": "float16", "float": "float32"}.get(text, text)
+
+
 def _lora_module(text: str) -> Any:
     """``name=path``, or an object."""
     name, equals, path = text.partition("=")
@@ -57,7 +61,7 @@ FLAGS: Mapping[str, Flag] = {
     "--served-model-name": Flag("model.served_names", num_values=None),
     "--max-model-len": Flag("model.max_model_len", count),
     "--generation-config": Flag("model.generation_config", _generation_config),
-    "--dtype": Flag("target.dtype"),
+    "--dtype": Flag("target.dtype", _dtype),
     "--tensor-parallel-size": Flag("target.tensor_parallel", count),
     "--data-parallel-size": Flag("target.replicas", count),
     "--block-size": Flag("target.block_len", count),
