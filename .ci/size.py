@@ -28,14 +28,14 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "lines of product": Limit(63_223, 47_000),
+    "lines of product": Limit(63_229, 47_000),
     "files of product": Limit(385, 330),
     f"files of product under {SHORT} lines": Limit(30, 25),
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(110, 110),
     "lines of benchmarks and simulator": Limit(13_829, 12_500),
-    "lines of tests": Limit(66_924, 46_000),
+    "lines of tests": Limit(66_927, 46_000),
     "modules of product that tests import": Limit(1_920, 900),
     "monkeypatch.setattr in tests": Limit(238, 100),
     "words of README": Limit(900, 900),
