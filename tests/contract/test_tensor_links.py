@@ -28,6 +28,7 @@ from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSend
 from cluster.transport.tensors.shared import SLOT_BYTES, SharedWire
 from drafters.hidden_states.received import ReceivedStates
 from tests.support.memory_tensors import MemoryTensors
+from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
 DEADLINE_S = 60.0
@@ -261,7 +262,6 @@ def test_nothing_is_left_of_shared_memory_when_an_end_is_killed() -> None:
 _PAUSED = """
 import queue, threading, torch
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from cluster.transport.tensors import groups
 from cluster.transport.tensors import Frame, Part, TensorEnd
 groups.HEARTBEAT_S, groups.SILENCE_S = 0.1, 1.0
@@ -355,6 +355,14 @@ def test_a_process_that_exits_with_an_open_link_is_not_aborted() -> None:
     assert (process.returncode, stderr) == (0, "")
 
 
+def test_a_link_that_is_left_at_exit_is_waited_for() -> None:
+    end, leave = End(), mock.Mock(side_effect=partial(threading.Event().wait, 0.5))
+    TensorReceiver(mock.Mock(receive=mock.Mock(side_effect=OSError), leave=leave), end.end)
+    eventually(lambda: leave.called)
+    groups._leave_torch()
+    assert end.reasons.qsize() == 1
+
+
 def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
     states, end = ReceivedStates((1,), torch.zeros(9, 8)), End()
     link, _ = link_by("shared", SimpleNamespace(end=TensorEnd(partial(states.receive, 1), end.reasons.put)))
@@ -365,12 +373,13 @@ def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_frame_that_cannot_be_told_ends_the_link_at_both_ends() -> None:
-    end, own = End(), End()
+    end, own, others = End(), End(), set(threading.enumerate())
     link, _ = link_by("shared", end, own=own)
     link.send(Frame((Part("\ud800", 0, 0, 1),)))
     assert own.reasons.get(timeout=DEADLINE_S)
     assert end.reasons.get(timeout=DEADLINE_S)
     assert not link.send(frame(0)), "the queue takes no more"
+    eventually(lambda: others.issuperset(threading.enumerate()))  # their exception is of this test
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,13 +42,15 @@ _inside: dict[threading.Thread, Callable[[], None]] = {}  # threads that compute
 
 
 @contextmanager
-def _in_torch(end: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A thread that comes back from torch while the interpreter ends would abort the process: it is waited for before."""
+def _in_torch(end: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A thread that comes back from torch while the interpreter ends would abort the process: it is waited for before. At
+    last it calls ``leave``."""
     thread = threading.current_thread()
     _inside[thread] = end
     try:
         yield
     finally:
+        leave()
         del _inside[thread]
 
 
@@ -210,14 +212,13 @@ class TensorSender:
     def _run(self) -> None:
         reason = "it was closed"
         try:
-            with _in_torch(self.close):
+            with _in_torch(self.close, self._wire.leave):
                 while not self._queue.is_closed:
                     self._wire.send(self._queue.take(HEARTBEAT_S) or Frame(()))
         except (RuntimeError, OSError) as error:
             reason = str(error)
         finally:  # whatever it was: the queue would fill
             self._queue.close()
-            self._wire.leave()
             if self._end is not None:
                 self._end.down(reason)
 
@@ -236,7 +237,7 @@ class TensorReceiver:
     def _run(self) -> None:
         reason = "it was closed"
         try:
-            with _in_torch(self.close):
+            with _in_torch(self.close, self._wire.leave):
                 while not self._is_closed:
                     frame = self._wire.receive()
                     if frame.parts or frame.ended:
@@ -244,7 +245,6 @@ class TensorReceiver:
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error)
         finally:  # whatever it was: a request waits for rows as long as the link is up
-            self._wire.leave()
             self._end.down(reason)
 
 
