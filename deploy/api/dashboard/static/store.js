@@ -9,7 +9,7 @@ const MAX_SKEW_S = 5; // of an answer that was under way
 const MAX_SAMPLES = 600;
 const WINDOW_S = 30; // of "now"
 
-/** Rounds arrive as arrays; the names are those of `Round` in timelines.py. */
+/** Rounds arrive as arrays; the names are those of `Round` in history.py. */
 function roundOf([version, request, at, base, tokens, proposed, accepted, drafter]) {
   return { version, request, at, base, tokens, proposed, accepted, drafter };
 }
