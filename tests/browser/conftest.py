@@ -32,7 +32,6 @@ PROMPTS = (
     "Write an SQL table of customers with ten columns, and then a table of orders in the same style.",
     "Write a short story about a lighthouse keeper who finds a letter.",
 )
-INTERACTIVE = {"ttft_ms": 2000, "tpot_ms": 80}
 NUM_CLIENTS = 3
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 

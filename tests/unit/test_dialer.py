@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from cluster import transport as factory
+from cluster import transport
 from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
 from cluster.transport import listen
@@ -140,7 +140,7 @@ def test_whatever_fails_while_dialling_is_a_failed_dial(
     def connect(*args: object) -> Link:
         if failing:
             raise failing.pop()
-        return factory.connect(*args)  # type: ignore[arg-type]
+        return transport.connect(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("cluster.transport.dialer.connect", connect)
     listener = listen(ADDRESS, Mailbox(), TARGET)
@@ -172,10 +172,10 @@ def test_without_descriptors_no_link_comes_up_and_later_one_does(scheme: str) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             with pytest.raises(LinkClosed):
-                factory.connect(listener.address, Mailbox(), DRAFTER, 2.0)
+                transport.connect(listener.address, Mailbox(), DRAFTER, 2.0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        factory.connect(listener.address, Mailbox(), DRAFTER, 5.0).close()
+        transport.connect(listener.address, Mailbox(), DRAFTER, 5.0).close()
         listener.close()
 
 
@@ -207,7 +207,7 @@ def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller,
     def connect(address: str, *args: object) -> Link:
         dialled.append(address)
         assert release.wait(20.0)
-        return factory.connect(address, *args)  # type: ignore[arg-type]
+        return transport.connect(address, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("cluster.transport.dialer.connect", connect)
     addresses = [f"memory://dialled-{i}" for i in range(5)]

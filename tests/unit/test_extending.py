@@ -41,12 +41,10 @@ class Served(LinkedTarget):
     """Requests served by a toy target with the page's drafter, `ngram` and the page's policy."""
 
     def __init__(self, page: dict[str, Any], draft_lengths: DraftLengths | None = None) -> None:
-        # Nobody drafts until the policy has decided.
         self.policy: Any = build_policy(PolicyConfig.model_construct(kind="alphabetical"))
         self.router = Router(self.policy, [PoolMember("ngram", 8, 0.001), PoolMember("a-repeat", 8, 0.1)])
-        super().__init__(
-            ToyTarget(), TableCost((1, 32), (0.02, 0.03)), lengths=draft_lengths
-        )  # until the policy has decided
+        # Nobody drafts until the policy has decided.
+        super().__init__(ToyTarget(), TableCost((1, 32), (0.02, 0.03)), lengths=draft_lengths)
         repeat = DrafterConfig.model_construct(name="a-repeat", options=page["RepeatOptions"](), device="cpu")
         ngram = DrafterConfig(name="ngram", options=NgramOptions())
         self.drafters = [self.drafter_loop(one.name, make_drafter(one, MODEL)) for one in (repeat, ngram)]

@@ -121,8 +121,8 @@ async def test_a_supervisor_is_killed_only_by_the_replica_on_duty(monkeypatch: p
 
 def test_the_model_is_asked_about_as_its_device_computes_it() -> None:
     """`auto` may be another dtype on a GPU."""
-    on_gpu = Config().changed(target={"device": "cuda"})
-    given: dict[str, Any] = {"read_facts": (read := mock.Mock()), "resolve_dtypes": lambda _: on_gpu}
+    on_gpu, read = Config().changed(target={"device": "cuda"}), mock.Mock()
+    given: dict[str, Any] = {"read_facts": read, "resolve_dtypes": lambda _: on_gpu}
     names = "ray read_inventory with_cores sampling_defaults resolve with_gpu_memory sized place make_groups as_made"
     given |= dict.fromkeys([*names.split(), "memory_budget", "cached_tokens", "Deployment"], mock.DEFAULT)
     with mock.patch.multiple(deployment, **given):

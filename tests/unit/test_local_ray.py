@@ -17,7 +17,6 @@ from ray.serve.schema import ProxyStatus
 
 from cluster.errors import InvalidField
 from deploy import local_ray
-from deploy import local_ray as process_tree
 from deploy.deployment import ALIVE, answering_host, asks_for_token
 from deploy.local_ray import LaunchError, free_port, prepare_environment
 
@@ -117,8 +116,8 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
             return 0
 
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(process_tree.ctypes, "CDLL", lambda *_, **__: Library())
-    process_tree.adopt_orphans()
+    monkeypatch.setattr(local_ray.ctypes, "CDLL", lambda *_, **__: Library())
+    local_ray.adopt_orphans()
     assert len(calls) == num_calls
 
 

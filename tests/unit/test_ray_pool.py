@@ -38,8 +38,8 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     def nobody(name: str) -> None:
         raise ValueError(name)
 
-    remote = lambda **_: lambda kind: SimpleNamespace(options=options_of)  # noqa: E731
-    monkeypatch.setattr(ray_pool, "ray", SimpleNamespace(get_actor=nobody, remote=remote))
+    kind = SimpleNamespace(options=options_of)
+    monkeypatch.setattr(ray_pool, "ray", SimpleNamespace(get_actor=nobody, remote=lambda **_: lambda _: kind))
     await spawner.control("router")
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]

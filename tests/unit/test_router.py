@@ -175,14 +175,15 @@ def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
     assert set(slot(400, 10).values()) == {("a",)}
 
 
+class Recorder(Fixed):
+    pool: Sequence[PoolMember] = ()
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self.pool = pool
+        return super().assign(requests, pool)
+
+
 def test_what_catching_up_costs_reaches_the_policy() -> None:
-    class Recorder(Fixed):
-        pool: Sequence[PoolMember] = ()
-
-        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-            self.pool = pool
-            return super().assign(requests, pool)
-
     policy = Recorder()
     costs = MemberCosts(((1, 0.01),), 1e-4, 0.02)
     Router(policy, (*POOL, PoolMember("a/1", 8, 0.1))).slot([replace(report(), member_costs={"a": costs})])
@@ -190,14 +191,7 @@ def test_what_catching_up_costs_reaches_the_policy() -> None:
 
 
 def test_the_policy_knows_in_how_many_targets_a_companion_is() -> None:
-    class Shown(Fixed):
-        pool: Sequence[PoolMember] = ()
-
-        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-            self.pool = pool
-            return super().assign(requests, pool)
-
-    policy = Shown()
+    policy = Recorder()
     pool = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2, leads=False))
     Router(policy, pool).slot([report(view("r"), drafters=("a", "b")), report(view("q"), drafters=("a", "b"))])
     assert {member.name: member.num_targets for member in policy.pool} == {"a": 1, "b": 2}

@@ -1,5 +1,6 @@
 """The CUDA kernels, interpreted on the CPU: what they compute, not how fast. Skipped where Triton is not installed."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,6 @@ from torch import Tensor
 from xgrammar import apply_token_bitmask_inplace
 
 import tests.support.interpreted_triton  # isort: skip  # noqa: F401
-import random
-
 import triton.language as tl
 from triton.runtime import interpreter
 

@@ -236,7 +236,8 @@ def test_of_a_predicted_output_what_is_not_verified_does_not_count(target: Loade
 
 def test_after_an_error_of_the_engine_streams_end_and_nothing_is_computed(folder: Path) -> None:
     engine: Any = make_vllm(folder)
-    num_passes, compute = 0, (executor := engine._core.model_executor).execute_model
+    executor, num_passes = engine._core.model_executor, 0
+    compute = executor.execute_model
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_passes
