@@ -8,6 +8,7 @@ per padded number of rows serves every mixture of decode rows and verify spans.
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from engine.ops import Ops, Recordable
 PADDED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # a token of each request of a drafter with its default capacity
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # torch keeps memory of a pool, and of cuBLAS, apart by stream
+_stream_of = cache(lambda device: torch.cuda.Stream(device))  # torch keeps memory apart by stream, and has 32, in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def record(
     one, which cannot be, always the same other one."""
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     with _CAPTURING:
-        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device)) if current == default else current
+        stream = _stream_of(device) if current == default else current
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_NUM_WARMUPS):

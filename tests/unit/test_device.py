@@ -414,11 +414,11 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
     """Captured in CUDA's global mode, an allocation by any other thread would break the capture, and fail itself."""
     from engine.cuda import graphs
 
-    did, own = list[str](), list[Any]()
+    did, own, made = list[str](), list[Any](), list[Any]()
 
     class Stream:
         def __init__(self, _: torch.device) -> None:
-            pass
+            made.append(self)
 
         def wait_stream(self, _: object) -> None:
             pass
@@ -449,7 +449,7 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
 
     for _ in range(2):  # on one stream: else neither memory that was freed nor that of cuBLAS is used again
         assert graphs.record(compute, torch.device("cuda", 7), None)[1] is outputs
-    assert did == ["pass", "pass", "thread_local", "pass"] * 2
+    assert (did, made) == (["pass", "pass", "thread_local", "pass"] * 2, [default, own[0]])
     assert not graphs._CAPTURING.locked()
 
 

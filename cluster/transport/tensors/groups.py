@@ -43,8 +43,7 @@ _inside: dict[threading.Thread, Callable[[], None]] = {}  # threads that compute
 
 @contextmanager
 def _in_torch(end: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A thread that comes back from torch while the interpreter ends would abort the process: it is waited for before. At
-    last it calls ``leave``."""
+    """Exit waits for the thread, and for ``leave`` at its end: to come back from torch during it would abort the process."""
     thread = threading.current_thread()
     _inside[thread] = end
     try:
