@@ -34,7 +34,7 @@ LIMITS = {
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(110, 110),
-    "lines of benchmarks and simulator": Limit(13_829, 12_500),
+    "lines of benchmarks and simulator": Limit(13_830, 12_500),
     "lines of tests": Limit(66_980, 46_000),
     "modules of product that tests import": Limit(1_938, 900),
     "monkeypatch.setattr in tests": Limit(238, 100),

@@ -26,10 +26,10 @@ PAPER = {"eagle3": (4.56, 3.87, 2.40), "dflash": (4.80, 4.44, 2.95), "dspark": (
 def recipe(model: str, folder: Path | None = None, *, quick: bool = False) -> TrainOptions:
     """``quick``: of a tenth of the tokens, if none of the whole budget are there."""
     folder = folder or FOLDER / Path(model).name
-    if quick and not is_trained(folder):
-        folder = folder / "quick"
-    out, work, is_quick = folder / "dspark", folder / "work", folder.name == "quick"
-    return TrainOptions(model, "dspark", out, work, num_tokens=60_000, num_prompts=400, num_layers=1, quick=is_quick)
+    quick = quick and not is_trained(folder)
+    folder = folder / "quick" if quick else folder
+    out, work = folder / "dspark", folder / "work"
+    return TrainOptions(model, "dspark", out, work, num_tokens=60_000, num_prompts=400, num_layers=1, quick=quick)
 
 
 def is_trained(folder: Path) -> bool:

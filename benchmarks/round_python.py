@@ -237,7 +237,8 @@ class _Rounds:
             for number in range(_WARM_UP + num_rounds):
                 self.answer()
                 start_s = time.thread_time()
-                self.loop.step(self.now_s)
+                report = self.loop.step(self.now_s)
+                assert report.executed
                 if number >= _WARM_UP:
                     yield start_s
                 else:
